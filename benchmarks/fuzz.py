@@ -39,6 +39,7 @@ class Backend:
 
 
 BACKENDS = {
+    "short": Backend(),
     "sm90": Backend(),
     "sm80": Backend(),
     "reference": Backend(device="cpu"),

@@ -12,11 +12,17 @@ from typing import Any
 import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BACKEND_DTYPES = {"sm90": ("bf16", "fp16"), "sm80": ("bf16", "fp16", "fp32"), "reference": ("fp32", "bf16")}
+BACKEND_DTYPES = {
+    "short": ("bf16", "fp16"),
+    "sm90": ("bf16", "fp16"),
+    "sm80": ("bf16", "fp16", "fp32"),
+    "reference": ("fp32", "bf16"),
+}
 MOST_SCORES = 6 << 20  # scores per call; the reference keeps a dozen float64 matrices of this size
 MOST_DROPPED = 400_000  # scores per call with dropout, whose mask is drawn on the host
 MOST_ELEMENTS = 8 << 20  # elements of queries and keys, summed over query heads
 HEAD_DIMS = (1, 16, 32, 40, 48, 64, 64, 72, 80, 96, 104, 128, 128, 160, 192, 200, 256)
+HEAD_DIMS_OF_SHORT = (8, 16, 32, 32, 40, 48, 64, 64, 72, 80, 96)
 CAUSAL: tuple[bool | str, ...] = (False, True, "top_left")
 EDGES = (0, 1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 200, 255, 257, 300)
 
@@ -75,7 +81,8 @@ def draw(number: int, backend: str) -> Call:
         return rng.randrange(n) == 0
 
     dropout = rng.choice(["flash", "efficient32", "efficient64"]) if one_in(12) else None
-    kind = rng.choice(["small", "small", "heads", "unseen", "unseen", "long"])
+    kinds = ["small", "heads"] if backend == "short" else ["small", "small", "heads", "unseen", "unseen", "long"]
+    kind = rng.choice(kinds)
     batch = rng.choice([1, 1, 2, 3])
     if kind == "small":
         heads, longest = rng.choice([1, 2, 3, 6, 8]), 300
@@ -85,6 +92,8 @@ def draw(number: int, backend: str) -> Call:
         heads, longest = rng.choice([8, 34, 66, 132, 180]), 200
     else:
         heads, longest = rng.choice([1, 2, 4]), 1500
+    if backend == "short":
+        longest = min(longest, 128)
     group = rng.choice([g for g in (1, 1, 1, 2, 4, 8) if heads % g == 0])
     packed = one_in(3)
     most = MOST_DROPPED if dropout else MOST_SCORES
@@ -101,8 +110,9 @@ def draw(number: int, backend: str) -> Call:
             k = list(q) if one_in(3) else [length(longest) for _ in range(batch)]
         return (q, k) if packed else (q[:1] * batch, k[:1] * batch)
 
-    head_dim = rng.choice(HEAD_DIMS) if not one_in(6) else rng.randint(1, 256)
-    head_dim_v = head_dim if not one_in(5) else rng.choice(HEAD_DIMS)
+    head_dims = HEAD_DIMS_OF_SHORT if backend == "short" else HEAD_DIMS
+    head_dim = rng.choice(head_dims) if not one_in(6) else rng.randint(1, 256)
+    head_dim_v = head_dim if not one_in(5) else rng.choice(head_dims)
     q, k = lengths()
     while (
         sum(a * b for a, b in zip(q, k, strict=True)) * heads > most

@@ -258,6 +258,7 @@ def fuzz_steps(plan: Plan) -> Iterator[Step]:
     FlexAttention has fewer calls, because many of them compile a kernel.
     """
     for backend, calls in (
+        ("short", plan.fuzz_calls),
         ("sm90", plan.fuzz_calls),
         ("sm80", plan.fuzz_calls),
         ("flex", max(1, plan.fuzz_calls // 8)),

@@ -45,6 +45,7 @@ PORTABLE = ("8.0", "9.0", "9.0+PTX")
 FAMILIES = {
     "attention_sm90": ("csrc/attention/sm90", ("9.0a",)),
     "attention_sm80": ("csrc/attention/sm80", PORTABLE),
+    "attention_short": ("csrc/attention/short", PORTABLE),
     "layer_norm": ("csrc/layer_norm", PORTABLE),
     "decoding": ("csrc/decoding", PORTABLE),
 }

@@ -33,7 +33,7 @@ class RngState(NamedTuple):
 _backend = "auto"
 
 
-_BACKENDS = ("auto", "sm90", "sm80", "reference")
+_BACKENDS = ("auto", "sm90", "sm80", "short", "reference")
 
 
 def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
@@ -41,7 +41,7 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
 
     Parameters
     ----------
-    name : {"auto", "sm90", "sm80", "reference"}
+    name : {"auto", "sm90", "sm80", "short", "reference"}
         Applies to the whole process, not only to the current thread. The backward of :func:`attention` uses the
         backend that was set when its forward ran.
 
@@ -53,7 +53,7 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     if not isinstance(name, str):
         raise ValueError(f"flashbwd: backend is {_arguments.came(name)}, expected a string")
     if name not in _BACKENDS:
-        raise ValueError(f'flashbwd: backend is "{name}", expected "auto", "sm90", "sm80" or "reference"')
+        raise ValueError(f'flashbwd: backend is "{name}", expected "auto", "sm90", "sm80", "short" or "reference"')
     return _forced(name)
 
 

@@ -23,7 +23,7 @@ class Plan:
     Attributes
     ----------
     backend : str
-        ``"sm90"``, ``"sm80"`` or ``"reference"``.
+        ``"sm90"``, ``"sm80"``, ``"short"`` or ``"reference"``.
     tile : tuple of int or None
         Tile size as (queries, keys); ``None`` for the reference backend.
     schedule : str

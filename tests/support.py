@@ -28,6 +28,7 @@ GPU_TARGETS = [
     )
     for backend, dtypes in {
         "reference": (torch.float64, torch.bfloat16),
+        "short": (torch.bfloat16, torch.float16),
         "sm80": (torch.bfloat16, torch.float16, torch.float32),
         "sm90": (torch.bfloat16, torch.float16),
     }.items()

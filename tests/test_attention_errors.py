@@ -243,7 +243,7 @@ DEVICES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "sm80", "sm90"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "short", "sm80", "sm90"])
 @pytest.mark.parametrize("name", TABLE)
 def test_every_backend_refuses_bad_arguments_with_the_same_message(name: str, backend: str) -> None:
     base_name, change, message = TABLE[name]
@@ -358,7 +358,7 @@ def test_a_forced_backend_that_cannot_run_gives_the_reason() -> None:
 
 
 def test_an_unknown_backend_is_refused_before_any_call() -> None:
-    message = r'^flashbwd: backend is "sm75", expected "auto", "sm90", "sm80" or "reference"$'
+    message = r'^flashbwd: backend is "sm75", expected "auto", "sm90", "sm80", "short" or "reference"$'
     with pytest.raises(ValueError, match=message):
         flashbwd.use_backend("sm75")
 

@@ -20,7 +20,7 @@ from flashbwd.options import AttentionOptions
 aten = torch.ops.aten
 
 DENSE = cases.Case("dense", heads=4, heads_kv=4, seqlen_q=75, seqlen_k=75, head_dim=64, head_dim_v=64)
-BACKENDS = ["auto", "reference", "sm80", "sm90"]
+BACKENDS = ["auto", "reference", "short", "sm80", "sm90"]
 
 
 def on_gpu(case: cases.Case, backend: str, dtype: torch.dtype = torch.float16) -> inputs.Inputs:

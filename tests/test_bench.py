@@ -621,7 +621,7 @@ def test_every_cpu_peer_is_right_or_says_why_not(case):
     ours = found.peers[cases.REFERENCE]
     assert ours.status == results.OK
     assert ours.plan.startswith("reference")
-    assert set(ours.refusals) == {"sm90", "sm80"}
+    assert set(ours.refusals) == {"short", "sm90", "sm80"}
     assert set(ours.errors) == {"dq", "dk", "dv"} | ({"dbias"} if case.bias_batch else set())
 
 

@@ -80,7 +80,7 @@ def every_backend_named(names: Names, printed: str) -> None:
     assert lines[0] == f"{plan.backend} {plan.workspace_bytes}"
     refused = dict(re.fullmatch(r"not (\w+): (.+)", line).groups() for line in lines[1:])  # type: ignore[union-attr]
     assert refused == dict(plan.reasons)
-    assert {plan.backend, *refused} == {"sm90", "sm80", "reference"}
+    assert {plan.backend, *refused} == {"short", "sm90", "sm80", "reference"}
 
 
 def counted_by_operator(names: Names, printed: str) -> None:

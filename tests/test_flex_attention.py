@@ -229,7 +229,7 @@ def test_the_plan_names_the_reference_and_why_no_kernel_runs() -> None:
     out, lse = attend([q, k, v])
     plan = flashbwd.plan_flex_attention_backward(out, q, k, v, out, lse, enable_gqa=True)
     assert plan.backend == "reference" and plan.deterministic and not plan.compiled
-    assert set(plan.reasons) == {"sm90", "sm80"} and all(plan.reasons.values())
+    assert set(plan.reasons) == {"short", "sm90", "sm80"} and all(plan.reasons.values())
 
 
 def kit_softcap(s: Tensor, *_: Tensor) -> Tensor:

@@ -251,7 +251,7 @@ def test_a_compiled_block_runs_kernels_of_this_library(shape: str) -> None:
         actual = gradients(compiled, x.block, x.x, x.dout)
         torch.cuda.synchronize()
     kernels = " ".join(event.name for event in profiler.events())
-    attention = re.search("flashbwd::(sm90|sm80)::backward_kernel", kernels)
+    attention = re.search("flashbwd::(sm90|sm80|short_sequences)::backward_kernel", kernels)
     assert "flashbwd::layer_norm::backward_kernel" in kernels
     if torch.cuda.get_device_capability()[0] >= 9:  # PyTorch's first choice there is cuDNN
         assert attention and "cat" not in kernels

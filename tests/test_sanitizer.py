@@ -81,7 +81,7 @@ ATTENTION = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["sm80", "sm90"])
+@pytest.mark.parametrize("backend", ["short", "sm80", "sm90"])
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_attention_kernels_agree_with_the_oracle(case: Case, backend: str) -> None:
     x = inputs.build(case, torch.bfloat16, "cuda")

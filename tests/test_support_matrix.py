@@ -49,9 +49,11 @@ SHAPED = [
 def assert_as_declared(case: Case, dtype: torch.dtype) -> None:
     arguments = with_rng_state(case, inputs.arguments_to_plan(case, dtype))
     for gpu in GPUS.values():
-        info = device_info(load_host(), usable=True, has_attention_sm80=True, has_attention_sm90=True, **gpu)
+        info = device_info(
+            load_host(), usable=True, has_attention_short=True, has_attention_sm80=True, has_attention_sm90=True, **gpu
+        )
         with planned_for(info):
-            for backend in ("auto", "reference", "sm80", "sm90"):
+            for backend in ("auto", "reference", "short", "sm80", "sm90"):
                 capability = (gpu["cc_major"], gpu["cc_minor"])
                 expected = support_matrix.declared_refusals(arguments, backend, capability)
                 as_declared(refusal_of(arguments, backend), expected, backend)

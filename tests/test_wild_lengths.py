@@ -21,7 +21,7 @@ import torch
 import flashbwd
 
 backend, head_dim, bias, deterministic = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "bias", sys.argv[4] == "ordered"
-ROWS, HEADS, LONGEST, GUARD = 600, 3, 300, 64
+ROWS, HEADS, LONGEST, GUARD = 600, 3, 128 if backend == "short" else 300, 64
 LENGTHS = {
     "right": [0, 300, 600],
     "longer than max_seqlen": [0, 10, 600],
@@ -80,7 +80,8 @@ print("done")
 """
 
 
-HEAD_DIMS = [("sm90", d) for d in (64, 96, 128, 192, 256)] + [("sm80", d) for d in (64, 128, 320)]
+HEAD_DIMS = [("short", d) for d in (64, 96)]
+HEAD_DIMS += [("sm90", d) for d in (64, 96, 128, 192, 256)] + [("sm80", d) for d in (64, 128, 320)]
 CALLS = [(*of, "plain") for of in HEAD_DIMS] + [(*of, "bias") for of in HEAD_DIMS if of != ("sm90", 256)]
 
 

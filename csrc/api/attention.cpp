@@ -28,6 +28,7 @@ DeviceInfo device_info(Device device) {
   info = cuda_backend()->device_info(device.index);
   info.has_attention_sm90 = cuda_backend()->attention_sm90 != nullptr;
   info.has_attention_sm80 = cuda_backend()->attention_sm80 != nullptr;
+  info.has_attention_short = cuda_backend()->attention_short != nullptr;
   return info;
 }
 
@@ -72,7 +73,9 @@ void run_kernel(const AttentionCall& call, const AttentionProblem& problem, cons
                 const CompiledScoreMod* score_mod, const Outputs& outputs) {
   const CudaBackend& cuda = *cuda_backend();
   void* const stream = cuda.current_stream(problem.device.index);
-  const AttentionLauncher launch = plan.backend == "sm90" ? cuda.attention_sm90 : cuda.attention_sm80;
+  const AttentionLauncher launch = plan.backend == "short"  ? cuda.attention_short
+                                   : plan.backend == "sm90" ? cuda.attention_sm90
+                                                            : cuda.attention_sm80;
   const AttentionBackwardParams params =
       make_params(call.arguments, problem, describe(outputs.dbias), describe(outputs.dsink));
   const char* error = score_mod == nullptr ? launch(params, plan, stream)

@@ -23,6 +23,7 @@ struct CudaBackend {
   // Launchers of the kernel families; null if the build does not include the family.
   AttentionLauncher attention_sm90 = nullptr;
   AttentionLauncher attention_sm80 = nullptr;
+  AttentionLauncher attention_short = nullptr;
   const char* (*attention_sm90_score_mod)(const AttentionBackwardParams&, const AttentionPlan&, const CompiledScoreMod&,
                                           void* stream) = nullptr;
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;

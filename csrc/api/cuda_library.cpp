@@ -123,6 +123,9 @@ struct Installer {
 #ifdef FLASHBWD_BUILT_ATTENTION_SM80
     backend.attention_sm80 = launch_in_capture_too<sm80::run>;
 #endif
+#ifdef FLASHBWD_BUILT_ATTENTION_SHORT
+    backend.attention_short = launch_in_capture_too<short_sequences::run>;
+#endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
     backend.attention_sm90 = launch_in_capture_too<sm90::run>;
     backend.attention_sm90_score_mod = launch_score_mod_in_capture_too;

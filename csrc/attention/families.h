@@ -13,7 +13,7 @@
 namespace flashbwd {
 
 struct AttentionFamily {
-  const char* name;  // "sm90", "sm80"; also the backend's name in a Plan
+  const char* name;  // "sm90", "sm80", "short"; also the backend's name in a Plan
   // Returns an empty string if the family supports the problem on this device, otherwise the reason why not.
   std::string (*refusal)(const AttentionProblem&, const DeviceInfo&);
   // Fills in the tile, the schedule and the workspace layout. Called only if refusal() is empty.
@@ -41,6 +41,11 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
 const char* run_score_mod(const AttentionBackwardParams& params, const AttentionPlan& plan,
                           const CompiledScoreMod& score_mod, void* stream);
 }  // namespace sm90
+
+namespace short_sequences {
+extern const AttentionFamily kFamily;
+const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
+}  // namespace short_sequences
 
 namespace sm80 {
 extern const AttentionFamily kFamily;

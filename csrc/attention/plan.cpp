@@ -19,6 +19,7 @@ struct Candidate {
 const Candidate kCandidates[] = {
     {"sm90", &sm90::kFamily, &DeviceInfo::has_attention_sm90},
     {"sm80", &sm80::kFamily, &DeviceInfo::has_attention_sm80},
+    {"short", &short_sequences::kFamily, &DeviceInfo::has_attention_short},
 };
 
 std::string refusal_of(const Candidate& candidate, const AttentionProblem& problem, const DeviceInfo& device) {
@@ -70,7 +71,8 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
     plan.refusals.emplace_back(candidate.name, reason);
   }
   if (!known) {
-    plan.refusal = "backend is \"" + problem.backend + "\", expected \"auto\", \"sm90\", \"sm80\" or \"reference\"";
+    plan.refusal =
+        "backend is \"" + problem.backend + "\", expected \"auto\", \"sm90\", \"sm80\", \"short\" or \"reference\"";
     return plan;
   }
   if (chosen == nullptr && spare != nullptr) {

@@ -8,6 +8,7 @@
 
 #include "../common/types.h"
 #include "problem.h"
+#include "short/layout.h"
 #include "sm80/layout.h"
 #include "sm90/layout.h"
 #include "workspace.h"
@@ -15,7 +16,7 @@
 namespace flashbwd {
 
 struct AttentionPlan {
-  std::string backend;   // "sm90", "sm80", "reference"
+  std::string backend;   // "sm90", "sm80", "short", "reference"
   int32_t block_m = 0;   // queries per tile; 0 for the reference
   int32_t block_n = 0;   // keys per tile
   int32_t splits = 1;    // CTAs that share one block of keys
@@ -27,6 +28,7 @@ struct AttentionPlan {
   WorkspaceLayout workspace;
   sm90::KernelPlan sm90;                                      // if sm90 is the backend
   sm80::KernelPlan sm80;                                      // if sm80 is the backend
+  short_sequences::KernelPlan short_sequences;                // if short is the backend
   std::vector<std::pair<std::string, std::string>> refusals;  // for each backend not chosen, the reason
   std::string refusal;                                        // why the requested backend cannot run this problem
 };

@@ -82,6 +82,7 @@ struct DeviceInfo {
   // The kernel families in this build.
   bool has_attention_sm90 = false;
   bool has_attention_sm80 = false;
+  bool has_attention_short = false;
 };
 
 }  // namespace flashbwd

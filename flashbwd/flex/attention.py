@@ -62,7 +62,7 @@ class FlexPlan:
     Attributes
     ----------
     backend : str
-        "sm90", "sm80" or "reference".
+        "sm90", "sm80", "short" or "reference".
     reasons : dict of str to str
         Why each of the other backends does not compute the call.
     workspace_bytes : int
@@ -257,7 +257,7 @@ def plan_flex_attention_backward(
             out if dout is None else dout, query, key, value, out, lse, dlse
         )
     except UnsupportedError as reason:
-        return FlexPlan("reference", {"sm90": str(reason), "sm80": str(reason)})
+        return FlexPlan("reference", dict.fromkeys(("sm90", "sm80", "short"), str(reason)))
     return FlexPlan(plan["backend"], plan["refusals"], plan["workspace_bytes"], deterministic=plan["deterministic"])
 
 

@@ -268,7 +268,8 @@ void bind_plan(py::module_& m) {
       .def_readwrite("smem_per_block", &DeviceInfo::smem_per_block)
       .def_readwrite("l2_bytes", &DeviceInfo::l2_bytes)
       .def_readwrite("has_attention_sm90", &DeviceInfo::has_attention_sm90)
-      .def_readwrite("has_attention_sm80", &DeviceInfo::has_attention_sm80);
+      .def_readwrite("has_attention_sm80", &DeviceInfo::has_attention_sm80)
+      .def_readwrite("has_attention_short", &DeviceInfo::has_attention_short);
   py::class_<AttentionPlan>(m, "AttentionPlan")
       .def_readonly("backend", &AttentionPlan::backend)
       .def_readonly("config", &AttentionPlan::config)
@@ -288,6 +289,12 @@ void bind_plan(py::module_& m) {
         return py::make_tuple(tile.shared_bytes() + sm80::kAlignmentBytes, tile.threads());
       },
       "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
+  m.def(
+      "short_launch",
+      [](const AttentionPlan& plan) {
+        return py::make_tuple(plan.short_sequences.shared.bytes, plan.short_sequences.slots);
+      },
+      "Of a plan of this family: bytes of shared memory of a CTA, and CTAs per KV head.");
   m.def("plan_of_arguments", [](AttentionArguments arguments, const DeviceInfo& device) {
     arguments.plan_only = true;
     return to_json(plan_attention(check_attention(arguments), device));

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kit import support_matrix_short
+
 Capability = tuple[int, int]
 
 COPIED = ("q", "k", "v", "out", "dout")  # the sm90 kernels load these in units of 16 bytes
@@ -61,6 +63,14 @@ def declared_refusals(
         if q.dtype == torch.float64:
             reasons.append(DTYPE)
         return reasons
+    if backend == "short":
+        if capability < (8, 0):
+            reasons.append(CAPABILITY + "8.0")
+        if q.dtype.itemsize != 2:
+            reasons.append(DTYPE)
+        if not all(_in_pieces_of_16_bytes(arguments[name]) for name in COPIED):
+            reasons.append(ALIGNMENT)
+        return reasons + support_matrix_short.refusals(arguments, capability, need_dbias)
     assert backend == "sm90", backend
     if capability != (9, 0):
         reasons.append(CAPABILITY + "9.0")

@@ -1,5 +1,7 @@
 """An mkdocs hook that adds to the benchmark page the measuring rules of benchmarks/README.md and the newest results.
 
+Other pages in docs/ may show a plot of benchmarks/results by its path in the repository.
+
 The newest results of a suite on a machine are all result files of the commit of its newest file, with their plots.
 """
 
@@ -55,7 +57,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != PAGE:
-        return markdown
+        return markdown.replace("](../benchmarks/results/", f"]({PLOTS}/")
     rules = (BENCHMARKS / "README.md").read_text().replace("](../docs/", "](")
     parts = [markdown, rules[rules.index("## ") :]]
     for result in newest_results():

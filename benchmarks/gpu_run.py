@@ -12,7 +12,8 @@ the finished steps. With ``--resume``, a run continues where an earlier run was 
 can be resumed one by one. Outcomes of other kernel sources or libraries are discarded. If only the commit differs,
 failed steps run again and passed ones stay; the record lists the commits.
 
-On a machine with several GPUs, every step uses another one as its first GPU, and so does every test process.
+On a machine with several GPUs, every step uses another one as its first GPU, and so does every test process. Failures
+of tests are in ``OUT/summaries/STEP.failures.txt`` as soon as they happen, also if the step is stopped later.
 
 The property tests of the stage ``tests`` draw their examples from a seed, which is new in every run. The run prints the
 seed, and ``OUT/state.json`` and the record contain it. A resumed run keeps the seed.
@@ -82,7 +83,9 @@ def run(step: Step, out: Path, seconds: float, first_device: int = 0) -> Outcome
         **step.environment,
         "PYTHONPATH": search,
     }
-    environment["FLASHBWD_TEST_SUMMARY"] = str(out / "summaries" / f"{file_name(step.title)}.json")
+    summary_file = out / "summaries" / f"{file_name(step.title)}.json"
+    environment["FLASHBWD_TEST_SUMMARY"] = str(summary_file)
+    summary_file.with_suffix(".failures.txt").unlink(missing_ok=True)  # of an earlier run; tests/conftest.py appends
     log = out / "logs" / step.log_name
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
@@ -153,7 +156,7 @@ class State:
         self.save()
 
     def ended(self, title: str) -> bool:
-        """Return whether a step ended. A build step exists only if a library is missing, so it never has."""
+        """Return whether a step ended. A build step exists only if a library is missing, so it has not ended."""
         of_build = title.startswith("build: ")
         return not of_build and title in self.outcomes and self.outcomes[title].status != LEFT
 
@@ -219,7 +222,7 @@ def in_parallel(calls: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 def run_concurrently(stages: Sequence[Stage]) -> None:
-    """Run stages at the same time, after the steps that must be alone in the GPU's memory."""
+    """Run stages at the same time, after the steps that must be alone on the GPUs."""
     steps = {stage: list(steps_of(stage.name, stage.plan)) for stage in stages}
     for stage, own in steps.items():
         stage.run([step for step in own if step.alone])

@@ -1,6 +1,6 @@
 """The steps of benchmarks/gpu_run.py: the commands of each stage, and how their output is judged.
 
-A stage consists of steps, and a step is one command. A step with ``alone`` must be alone in the GPU's memory.
+A stage consists of steps, and a step is one command. A step with ``alone`` must be alone on all GPUs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Step:
     command: list[str]
     judge: Callable[[int, str], tuple[str, str]]
     environment: dict[str, str] = field(default_factory=dict)
-    alone: bool = False  # no other step may hold memory of the GPU at the same time
+    alone: bool = False  # no other step may use a GPU at the same time
 
     @property
     def title(self) -> str:

@@ -9,6 +9,7 @@ from itertools import accumulate
 import pytest
 import torch
 from kit.oracle import visible_pairs
+from kit.summary import NO_CASE
 from torch import Tensor
 
 from flashbwd.integrations import context_plan
@@ -105,3 +106,15 @@ def test_rows_that_no_query_of_another_device_sees_are_not_sent() -> None:
     for rank in range(4):
         plan = context_plan.plan(bounds, (-1, 0), chunks, rank)
         assert [count for p, count in enumerate(plan.counts) if p != rank] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("work", [[5, 0, 0], [3, 3, 0, 0, 4, 0, 0, 0], [9] + 63 * [1], list(range(40))], ids=str)
+def test_no_device_is_without_items_if_there_are_enough(work: list[int], size: int) -> None:
+    if len(work) < size:
+        pytest.skip(NO_CASE + "fewer items than devices")
+    owned = context_plan.balanced(torch.tensor(work), size)
+    counts = [sum(stop - start for start, stop in mine) for mine in owned]
+    assert sum(counts) == len(work)
+    assert min(counts) > 0
+    assert max(counts) - min(counts) <= 16

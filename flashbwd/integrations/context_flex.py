@@ -33,6 +33,8 @@ from flashbwd.integrations.context_split import RowSplit, check_mesh, check_rows
 from flashbwd.reference.decoding import FULL, PARTIAL, block_states
 from flashbwd.reference.modifications import Mod
 
+_MODS = 8  # score modifications that a split remembers: layers may alternate between some
+
 
 @dataclass(frozen=True, eq=False)
 class BlockMaskSplit(RowSplit):
@@ -50,23 +52,27 @@ class BlockMaskSplit(RowSplit):
     key_rows: Tensor
     _query_rows: Tensor
     _exchange: Plan
-    _score_mods: list[tuple[Mod, Mod]] = field(default_factory=list)  # the last one, and the same for local indices
+    _score_mods: list[tuple[Mod, Mod]] = field(default_factory=list)  # the last ones, and the same for local indices
 
     def score_mod(self, score_mod: Mod | None) -> Mod | None:
         """Return ``score_mod``, which has indices of the whole sequence, for the indices of this device's tensors."""
         if score_mod is None:
             return None
-        if not self._score_mods or self._score_mods[0][0] is not score_mod:
-            rows, keys, original = self._query_rows, self.key_rows, score_mod
-            self._score_mods[:] = [(score_mod, lambda s, b, h, q, k: original(s, b, h, rows[q], keys[k]))]
-        return self._score_mods[0][1]
+        for known, local in self._score_mods:
+            if known is score_mod:
+                return local
+        rows, keys, original = self._query_rows, self.key_rows, score_mod
+        found = (score_mod, lambda s, b, h, q, k: original(s, b, h, rows[q], keys[k]))
+        self._score_mods[:] = [found, *self._score_mods[: _MODS - 1]]
+        return found[1]
 
 
 def split_block_mask(mesh: DeviceMesh, block_mask: BlockMask) -> BlockMaskSplit:
     """Split the rows of a sequence with a block mask over the devices of a mesh dimension.
 
-    Every device must pass the same mask. Devices get whole blocks of queries, almost equally many of them and with
-    almost equally many visible blocks. Make one split per mask and use it for all layers. The host reads the lists.
+    Every device must pass the same mask. Devices get whole blocks of queries with almost equally many visible blocks.
+    The numbers of rows are equal if the blocks divide evenly, and otherwise differ by at most 16 blocks. Make one split
+    per mask and use it for all layers. The host reads the lists.
 
     Parameters
     ----------
@@ -168,12 +174,15 @@ def context_parallel_flex_attention(
     *,
     deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute differentiable FlexAttention of rows that are split over devices; every device must call it.
+    """Compute differentiable FlexAttention of rows that are split over devices.
 
     :func:`flashbwd.flex_attention` on the whole sequence, with the block mask of ``split``, gives the same output and
     gradients; each device gets its own rows of them. The gradient of a tensor that ``score_mod`` captures is this
-    device's part; add it over the devices of the mesh, as for any parameter. ``torch.compile`` calls this function
-    without compiling it.
+    device's part; add it over the devices of the mesh. ``torch.compile`` calls this function without compiling it.
+
+    Forward and backward exchange rows. Every device must therefore call this function, with equal shapes except for the
+    rows, the same dtype and options, in the same order, and run the backward, even if its own loss is 0. Otherwise the
+    others wait for it.
 
     Parameters
     ----------
@@ -183,7 +192,8 @@ def context_parallel_flex_attention(
     split : BlockMaskSplit
         From :func:`split_block_mask`.
     score_mod : callable, optional
-        ``(score, b, h, q_idx, kv_idx) -> score`` with indices of the whole sequence.
+        ``(score, b, h, q_idx, kv_idx) -> score`` with indices of the whole sequence. Captured tensors that it indexes
+        with them must hold the whole sequence on every device.
     scale, enable_gqa, return_lse, kernel_options, deterministic
         As for :func:`flashbwd.flex_attention`.
 
@@ -207,13 +217,19 @@ def context_parallel_flex_attention(
     and values to their dtype before the parts are added.
     """
     if not isinstance(split, BlockMaskSplit):
-        raise ValueError(f"flashbwd: split is {_arguments.came(split)}, expected a BlockMaskSplit of split_block_mask")
+        raise ValueError(
+            f"flashbwd: split is {_arguments.came(split)}, expected a BlockMaskSplit from split_block_mask"
+        )
     mask = split.block_mask
     arguments.check_types(query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, None)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"flashbwd: {name} has {tensor.dim()} dimensions, expected 4: (batch, heads, rows, dim)")
         check_rows(name, tensor, 2, split.length())
+    if split.key_rows.device != query.device:
+        raise ValueError(
+            f"flashbwd: split.block_mask is on {split.key_rows.device}, expected query's device {query.device}"
+        )
     query, key, value = arguments.autocast(query, key, value)
     local_mod = split.score_mod(score_mod)
     # Check all arguments before sending anything: after a later error the other devices would wait forever.
@@ -242,8 +258,8 @@ class _KeysOfOthers(torch.autograd.Function):
         arriving = Exchange.start(sent, work.counts, departures(work), split).wait()
         received = rows_of(arriving, work.received).permute(1, 2, 0, 3)
         ctx.dims = key.shape[3], value.shape[3]
-        dk, dv = received.split(ctx.dims, dim=-1)
-        return dk, dv
+        keys, values = received.split(ctx.dims, dim=-1)
+        return keys, values
 
     @staticmethod
     @once_differentiable

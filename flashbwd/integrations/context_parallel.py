@@ -37,12 +37,16 @@ def context_parallel_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute differentiable self-attention of rows that are split over devices; every device must call it.
+    """Compute differentiable self-attention of rows that are split over devices.
 
     :func:`flashbwd.attention` on the whole sequence, with the mask of ``split``, gives the same output and gradients;
     each device gets its own rows of them. It receives only the keys and values that its queries see, so short documents
     and narrow windows need little communication. Under ``torch.autocast`` q, k and v are cast as in
     :func:`flashbwd.attention`. ``torch.compile`` calls this function without compiling it.
+
+    Forward and backward exchange rows. Every device must therefore call this function, with equal shapes except for the
+    rows, the same dtype and options, in the same order, and run the backward, even if its own loss is 0. Otherwise the
+    others wait for it.
 
     Parameters
     ----------

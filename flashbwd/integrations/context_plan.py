@@ -86,13 +86,14 @@ def balanced_chunks(bounds: tuple[int, ...], window: tuple[int, int], size: int)
 def balanced(work: torch.Tensor, size: int) -> tuple[tuple[Range, ...], ...]:
     """Return ranges of items for each of ``size`` devices, with almost equally many items and almost equal work.
 
-    The function cuts the items into equally long chunks and gives every device equally many of them. ``work`` is int64,
-    one element per item, on the CPU.
+    The function cuts the items into equally long chunks and gives every device equally many of them, at most 16. Chunks
+    differ by at most one item, and none is empty if there are at least as many items as devices. ``work`` is int64, one
+    element per item, on the CPU.
     """
     sums = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), work.cumsum(0)])
     total = len(work)
     best: tuple[float, list[list[int]], list[int]] | None = None
-    for per_device in _CHUNKS_PER_DEVICE:
+    for per_device in [n for n in _CHUNKS_PER_DEVICE if n * size <= total] or [1]:
         count = per_device * size
         cuts = [total * i // count for i in range(count + 1)]
         chunks = sums[torch.tensor(cuts, device="cpu")].diff().tolist()

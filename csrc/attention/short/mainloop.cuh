@@ -46,12 +46,13 @@ struct Mainloop {
     RowStatistics<Traits> rows(p, pair, head);
     const ScoreWork scores(params, smem, pair, head);
     copy_async_wait<0>();
-    __syncthreads();  // the tiles of all threads have landed
+    __syncthreads();  // the copies of all threads are complete
     rows.finish(smem.dout);
 
     Gradient dq = {};
     const int32_t steps = max(scores.steps(), (pair.sequence.rows_k + Traits::kStepKeys - 1) / Traits::kStepKeys);
     const BlockRange visited = key_blocks(pair.visibility, Traits::warp(), kWarpRows, Traits::kStepKeys);
+    // The loop runs once even without keys, to store dq.
 #pragma unroll 1
     for (int32_t first_step = 0; first_step == 0 || first_step < steps; first_step += Traits::kBlockSteps) {
       compute_scores(smem, scores, rows, visited, first_step, min(first_step + Traits::kBlockSteps, steps), dq);

@@ -67,7 +67,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 }
 
 std::string in_words(const KernelPlan& kernel) {
-  std::string words = "each CTA one KV head of one sequence at a time, everything in one pass";
+  std::string words = "each CTA computes one KV head of one sequence at a time, in one pass";
   if (kernel.bias_slots > 0) {
     words += ", gradient of the bias summed over the sequences of a CTA, then over " + number(kernel.bias_slots) +
              " CTAs per plane";

@@ -19,8 +19,8 @@ inline bool adds_into_zeros(const AttentionProblem& p) {
 
 inline bool has_semaphores(const AttentionProblem& p) { return p.deterministic || !adds_into_zeros(p); }
 
-// The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; a
-// semaphores for each dq tile; a bias gradient that is added into. Offsets are bytes from its start.
+// The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; the
+// semaphores of each dq tile; a bias gradient that is added into. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t semaphore_offset = 0;
   int64_t bias_gradient_offset = 0;

@@ -192,7 +192,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
-  if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask,";
+  if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask";
   words += s.dispatch == Dispatch::kStatic ? ", static scheduler in waves" : ", dynamic scheduler";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";

@@ -23,7 +23,7 @@ struct Probabilities : Consumer<Traits> {
 
   static constexpr int kOperandRegisters = 4 * std::max(Traits::kKeySteps, 1);  // of k, see Traits::kKeySteps
   uint32_t visible = ~0u;  // block masks: a bit for each score of this thread (BitMask)
-  // At head dimension 256 the outstanding operands leave no registers for it.
+  // At head dimension 256 the outstanding operands leave no registers to draw the dropout mask while S is computed.
   static constexpr bool kMaskUnderS = Traits::kHeadDimV <= 192;
 
   // dv: (kBlockN, kHeadDimV). The loop body starts and ends where no product is outstanding, because ptxas cannot
@@ -86,7 +86,8 @@ struct Probabilities : Consumer<Traits> {
                                          not_hoisted(smem_address(smem.q[stage])));
   }
 
-  // The loader has left the entry beside q. A tile of bits has the words of both CTAs, as tile_mask.cuh orders them.
+  // The loader writes the entry of a stage before it loads q. A tile of bits has the words of both CTAs, as
+  // tile_mask.cuh orders them.
   __device__ __forceinline__ void load_visible() {
     const int32_t tile = it.entry().bits;
     const int64_t word = int64_t{tile} * kConsumerThreads + rank_in_cluster() * kWarpgroupThreads + thread;

@@ -1,6 +1,7 @@
 """The steps of benchmarks/gpu_run.py: the commands of each stage, and how their output is judged.
 
-A stage consists of steps, and a step is one command. A step with ``alone`` must be alone on all GPUs.
+A stage consists of steps, and a step is one command. No other step may use a GPU
+while a step with ``alone`` runs.
 """
 
 from __future__ import annotations

@@ -353,11 +353,11 @@ def every_case(suites: Sequence[str], ours: str, others: Sequence[str], **where:
     return table([f"case, {unit} of", *others, ours, "over", "median ratio (range)"], rows)
 
 
-def scaling(packed: bool) -> str:
-    """Return a line per case and peer of the runs on several GPUs."""
+def scaling(of_table: str) -> str:
+    """Return a line per case and peer of a table of the runs on several GPUs."""
     rows = []
     for result in measured(*SCALE):
-        if (result.table == "scale_packed") != packed:
+        if result.table != of_table:
             continue
         devices, seqlen = result.case["devices"], result.case["seqlen"]
         for peer in (*(f"flashbwd {ring}" for ring in RINGS), OURS):
@@ -389,8 +389,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
-    "scale": lambda: scaling(packed=False),
-    "scale-packed": lambda: scaling(packed=True),
+    "scale": lambda: scaling("scale"),
+    "scale-packed": lambda: scaling("scale_packed"),
     "scale-memory": lambda: table(scale_memory.HEADER, scale_memory.rows_of_table()),
     "blocks": lambda: table(
         ["training step", "over", "speed, as a ratio", "cases"],

@@ -83,6 +83,17 @@ ScalarType scalar_type_of(DType dtype) {
   refuse("no scalar type for ", name_of(dtype));
 }
 
+AtenTensorHandle empty_strided(AtenTensorHandle like, int32_t dims, const int64_t* sizes, const int64_t* strides,
+                               int32_t dtype_number) {
+  int32_t device_type = 0, device_index = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like, &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like, &device_index));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(dims, sizes, strides, dtype_number, device_type, device_index, &handle));
+  return handle;
+}
+
 Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType dtype) {
   const auto dims = static_cast<int32_t>(sizes.size());
   check(dims <= TensorDesc::kMaxDims, "a tensor has ", dims, " dimensions, expected at most ", TensorDesc::kMaxDims);
@@ -92,25 +103,14 @@ Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType dty
     strides[i] = stride;
     stride *= std::max<int64_t>(sizes[i], 1);
   }
-  int32_t device_type = 0;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes.data(), strides.data(), static_cast<int32_t>(dtype),
-                                                  device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
+  return Tensor(empty_strided(like.get(), dims, sizes.data(), strides.data(), static_cast<int32_t>(dtype)));
 }
 
 Tensor new_like(const Tensor& tensor) {
   std::array<int64_t, TensorDesc::kMaxDims> strides{};
   const TensorDesc like = describe(tensor);
   if (!strides_without_gaps(like, &strides)) return torch::stable::empty_like(tensor);
-  int32_t device_type = 0;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(like.dim, like.sizes.data(), strides.data(),
-                                                  dtype_number(tensor.get()), device_type, tensor.get_device_index(),
-                                                  &handle));
-  return Tensor(handle);
+  return Tensor(empty_strided(tensor.get(), like.dim, like.sizes.data(), strides.data(), dtype_number(tensor.get())));
 }
 
 Tensor with_contiguous_last_dim(const Tensor& tensor) {

@@ -44,17 +44,15 @@ Tensor new_empty(const Tensor& like, IntHeaderOnlyArrayRef sizes, ScalarType dty
 inline Tensor new_empty(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
   return new_empty(like, IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), scalar_type_of(dtype));
 }
+
+// An uninitialised tensor on `like`'s device, which the caller must own.
+AtenTensorHandle empty_strided(AtenTensorHandle like, int32_t dims, const int64_t* sizes, const int64_t* strides,
+                               int32_t dtype_number);
 template <size_t kDims>
 OwnedTensor empty_strided(AtenTensorHandle like, const std::array<int64_t, kDims>& sizes,
                           const std::array<int64_t, kDims>& strides, DType dtype) {
-  AtenTensorHandle handle = nullptr;
-  int32_t device_type = 0, device_index = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like, &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like, &device_index));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kDims, sizes.data(), strides.data(),
-                                                  static_cast<int32_t>(scalar_type_of(dtype)), device_type,
-                                                  device_index, &handle));
-  return OwnedTensor(handle);
+  return OwnedTensor(
+      empty_strided(like, kDims, sizes.data(), strides.data(), static_cast<int32_t>(scalar_type_of(dtype))));
 }
 
 // Makes a tensor at `offset_bytes` in the storage of `all`, whose storage offset is 0. For autograd it is not a view.

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "numeric.cuh"
+
 namespace flashbwd {
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
@@ -312,12 +314,6 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t address, uint
                : "memory");
 }
 
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Accesses to shared memory in program order: otherwise the compiler loads a whole tile ahead, into registers that do
 // not exist.
 __device__ __forceinline__ float4 load_in_order(const float4& source) {
@@ -333,8 +329,6 @@ __device__ __forceinline__ void store_in_order(float4& destination, const float4
                "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }
-
-constexpr float kLog2E = 1.44269504088896340736f;
 
 // r = 1 - tanh(x), with an error of about 1e-7. The derivative of tanh is r (2 - r).
 __device__ __forceinline__ float tanh_complement(float twice_x_log2) {

@@ -1,4 +1,4 @@
-// Conversions between fp32 and 16-bit types, for single values and packed pairs.
+// Conversions between fp32 and 16-bit types, for single values and packed pairs, and powers of 2.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,6 +7,14 @@
 #include <cstdint>
 
 namespace flashbwd {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float low, float high);

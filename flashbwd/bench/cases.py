@@ -26,7 +26,6 @@ DTYPES: dict[str, torch.dtype] = {
 # Largest relative error ||g - ref|| / ||ref|| of a correct gradient. The value for fp32 allows TF32 products.
 TOLERANCES: dict[str, float] = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-3, "fp64": 1e-9}
 
-SHORT = "flashbwd short"
 SM90 = "flashbwd sm90"
 SM80 = "flashbwd sm80"
 REFERENCE = "flashbwd reference"

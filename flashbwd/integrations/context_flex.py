@@ -8,7 +8,7 @@ device that holds the rows, which adds them in float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flashbwd import _arguments
 from flashbwd.flex import arguments
 from flashbwd.flex.attention import check_call, flex_attention
+from flashbwd.flex.cache import kept
 from flashbwd.integrations.context_parallel import (
     Exchange,
     accumulator_dtype,
@@ -32,8 +33,6 @@ from flashbwd.integrations.context_plan import Plan, Range, balanced, exchange_o
 from flashbwd.integrations.context_split import RowSplit, check_mesh, check_rows
 from flashbwd.reference.decoding import FULL, PARTIAL, block_states
 from flashbwd.reference.modifications import Mod
-
-_MODS = 8  # score modifications that a split remembers: layers may alternate between some
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,19 +51,14 @@ class BlockMaskSplit(RowSplit):
     key_rows: Tensor
     _query_rows: Tensor
     _exchange: Plan
-    _score_mods: list[tuple[Mod, Mod]] = field(default_factory=list)  # the last ones, and the same for local indices
 
     def score_mod(self, score_mod: Mod | None) -> Mod | None:
         """Return ``score_mod``, which has indices of the whole sequence, for the indices of this device's tensors."""
         if score_mod is None:
             return None
-        for known, local in self._score_mods:
-            if known is score_mod:
-                return local
-        rows, keys, original = self._query_rows, self.key_rows, score_mod
-        found = (score_mod, lambda s, b, h, q, k: original(s, b, h, rows[q], keys[k]))
-        self._score_mods[:] = [found, *self._score_mods[: _MODS - 1]]
-        return found[1]
+        rows, keys = self._query_rows, self.key_rows
+        key = ("for local indices", score_mod)
+        return kept(self.block_mask, key, [], lambda: lambda s, b, h, q, k: score_mod(s, b, h, rows[q], keys[k]))
 
 
 def split_block_mask(mesh: DeviceMesh, block_mask: BlockMask) -> BlockMaskSplit:
@@ -116,7 +110,7 @@ def split_block_mask(mesh: DeviceMesh, block_mask: BlockMask) -> BlockMaskSplit:
     query_rows, key_rows = (_items(rows[rank], device) for rows in (chunks, needed))
     part = states[:, :, _items(owned[rank], device)][..., _items(read[rank], device)]
     mask = _block_mask(block_mask, part, query_rows, key_rows)
-    return BlockMaskSplit(mesh, total, chunks, mask, key_rows, query_rows, exchange_of(needed, chunks, rank))
+    return BlockMaskSplit(mesh, chunks, mask, key_rows, query_rows, exchange_of(needed, chunks, rank))
 
 
 def _items(ranges: tuple[Range, ...], device: torch.device) -> Tensor:

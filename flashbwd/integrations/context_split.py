@@ -24,20 +24,22 @@ class RowSplit:
     ----------
     mesh : DeviceMesh
         One-dimensional.
-    total : int
-        Number of rows of the whole sequence.
     chunks : tuple of tuple of (int, int)
         For each device, the ranges of rows that it holds, in the order of the sequence.
     """
 
     mesh: DeviceMesh
-    total: int
     chunks: tuple[tuple[Range, ...], ...]
 
     @property
     def rank(self) -> int:
         """This device's position in the mesh."""
         return self.mesh.get_local_rank()
+
+    @property
+    def total(self) -> int:
+        """Number of rows of the whole sequence."""
+        return sum(self.length(rank) for rank in range(len(self.chunks)))
 
     def length(self, rank: int | None = None) -> int:
         """Return the number of rows of a device, by default of this one."""
@@ -148,7 +150,7 @@ def split_context(
     left, right = _window(window_size)
     window = (left, 0 if _arguments.flag("causal", causal) else right)
     chunks = balanced_chunks(bounds, window, mesh.size())
-    return ContextSplit(mesh, bounds[-1], chunks, bounds, cu_seqlens is not None, window)
+    return ContextSplit(mesh, chunks, bounds, cu_seqlens is not None, window)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -36,7 +36,6 @@ constexpr Tile kTiles[] = {
 };
 constexpr int kNumTiles = sizeof(kTiles) / sizeof(kTiles[0]);
 constexpr int32_t kMaxRows = 128;
-constexpr int32_t kMaxHeadDim = 96;
 
 // Returns the first row of kTiles that holds `rows` and `head_dim`, or -1.
 constexpr int tile_for(int64_t head_dim, int64_t rows) {

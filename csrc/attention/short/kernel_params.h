@@ -21,7 +21,7 @@ struct KernelParams {
   // kNone, or kStore: to the gradient itself, or to a partial sum per CTA, see KernelPlan
   BiasGradient bias_gradient;
   int32_t bias_planes = 1;
-  // True if two neighbouring columns of a row are one aligned vector.
+  // True if two adjacent columns of a row can be accessed as one aligned vector.
   bool bias_pairs = false, bias_gradient_pairs = false;
 };
 

@@ -7,22 +7,12 @@
 
 #include "../families.h"
 #include "../pre_post/bounded_lengths.h"
-#include "../pre_post/launch.h"
+#include "../sm80/gradient_target.h"
 #include "config.h"
 #include "launch.h"
 
 namespace flashbwd::short_sequences {
 namespace {
-
-GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns) {
-  GradientTarget target;
-  target.view = view;
-  target.dtype = dtype;
-  target.columns = columns;
-  target.aligned = rows_aligned(view, size_of(dtype), 2 * size_of(dtype));
-  target.vectors = is_16bit(dtype) && columns % 8 == 0 && rows_aligned(view, 2, 16);
-  return target;
-}
 
 // The problem of which the partial sums are the gradient of a bias (slots, planes, seqlen_q, seqlen_k), broadcast over
 // the slots.
@@ -39,9 +29,9 @@ KernelParams make_params(const AttentionBackwardParams& p, const AttentionPlan& 
   params.attention = p;
   params.slots = kernel.slots;
   params.heads_per_kv = p.heads / p.heads_kv;
-  params.dq = gradient_target(p.dq, p.dq_dtype, p.head_dim);
-  params.keys[0] = gradient_target(p.dv, p.dv_dtype, p.head_dim_v);
-  params.keys[1] = gradient_target(p.dk, p.dk_dtype, p.head_dim);
+  params.dq = sm80::gradient_target(p.dq, p.dq_dtype, p.head_dim);
+  params.keys[0] = sm80::gradient_target(p.dv, p.dv_dtype, p.head_dim_v);
+  params.keys[1] = sm80::gradient_target(p.dk, p.dk_dtype, p.head_dim);
   params.shared = kernel.shared;
   void* const partial = static_cast<uint8_t*>(p.workspace) + plan.workspace.partial_offset;
   params.bias_gradient =

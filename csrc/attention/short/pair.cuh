@@ -18,7 +18,7 @@ struct Pair {
       : batch(batch), head_kv(head_kv), sequence(load_sequence(p, batch)), visibility(visibility_of(p, sequence)) {}
 };
 
-// The index of a row's LSE or dlse.
+// The element of a view of the LSE or of dlse that belongs to a query row.
 __device__ __forceinline__ int64_t index_of_row(const RowsView& view, const Pair& pair, int32_t head, int32_t row) {
   return pair.batch * view.batch_stride + head * view.head_stride +
          (view.packed_rows ? pair.sequence.begin_q + row : row) * view.seq_stride;
@@ -134,7 +134,7 @@ struct RowStatistics {
   static __device__ __forceinline__ int32_t row_of(int r, int32_t lane) {
     return Traits::warp() * kWarpRows + lane / 4 + r * 8;
   }
-  // The four lanes of a row read neighbouring vectors.
+  // The four lanes of a row read adjacent vectors.
   static __device__ __forceinline__ int32_t column_of(int i, int32_t lane) { return (i * 4 + lane % 4) * 8; }
 
   static __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {

@@ -9,8 +9,6 @@
 
 namespace flashbwd::short_sequences {
 
-constexpr float kLog2E = 1.44269504088896340736f;
-
 template <typename T_, int kTileIndex, bool kFeatures_>
 struct Traits {
   using T = T_;
@@ -57,12 +55,6 @@ struct Traits {
 __device__ __forceinline__ int32_t renew(int32_t x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-__device__ __forceinline__ float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 }  // namespace flashbwd::short_sequences

@@ -13,6 +13,7 @@
 #include "../pre_post/sink_gradient.h"
 #include "combine_splits.cuh"
 #include "config.h"
+#include "gradient_target.h"
 #include "launch.h"
 #include "layout.h"
 
@@ -23,16 +24,6 @@ namespace {
 template <typename View>
 bool has_16_byte_vectors(const View& view, DType dtype) {
   return view.data != nullptr && view.dtype == dtype && is_16bit(dtype) && has_vector_rows(view, 8);
-}
-
-GradientTarget gradient_target(const HeadsView& view, DType dtype, int32_t columns, void* partial_sums) {
-  return {view,
-          static_cast<float*>(partial_sums),
-          partial_row_stride(columns),
-          dtype,
-          columns,
-          rows_aligned(view, size_of(dtype), 2 * size_of(dtype)),
-          is_16bit(dtype) && columns % 8 == 0 && rows_aligned(view, 2, 16)};
 }
 
 // Sums dk and dv of split work tiles over their CTAs.

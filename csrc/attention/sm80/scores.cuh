@@ -7,12 +7,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../../common/numeric.cuh"
 #include "../pre_post/lse_delta.h"
 #include "scheduler.cuh"
 
 namespace flashbwd::sm80 {
-
-constexpr float kLog2E = 1.44269504088896340736f;
 
 // 2^x. For 16-bit T the approximate instruction is accurate enough.
 template <typename T>
@@ -20,9 +19,7 @@ __device__ __forceinline__ float exponential(float x) {
   if constexpr (std::is_same_v<T, float>) {
     return exp2f(x);
   } else {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    return exp2_approximate(x);
   }
 }
 

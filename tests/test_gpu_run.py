@@ -603,5 +603,6 @@ def test_gpu_run_measures_every_suite(steps):
         "decoding",
         "block",
         "flex",
+        "short",
     ]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

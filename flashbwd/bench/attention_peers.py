@@ -13,6 +13,7 @@ from torch import Tensor
 import flashbwd
 from flashbwd.bench.attention_inputs import AttentionInputs
 from flashbwd.bench.cases import (
+    COPY,
     CPU_FLASH,
     CUDNN,
     CUDNN_HEADS_FIRST,
@@ -21,6 +22,7 @@ from flashbwd.bench.cases import (
     FLASH,
     FLEX,
     REFERENCE,
+    SHORT,
     SM80,
     SM90,
     AttentionCase,
@@ -229,6 +231,19 @@ def flex(case: AttentionCase, x: AttentionInputs) -> Prepared:
     return Prepared(backward)
 
 
+def device_copy(case: AttentionCase, x: AttentionInputs) -> Prepared:
+    """Prepare a copy that moves as many bytes as the backward must. It is the bound of short sequences."""
+    refuse(all(bar.over != COPY for bar in case.bars), "measured only for short sequences")
+    source = torch.empty(case.moved_bytes // 2, dtype=torch.uint8, device=x.q.device).random_()
+    target = torch.empty_like(source)
+
+    def copy() -> tuple[Tensor | None, ...]:
+        target.copy_(source)
+        return ()
+
+    return Prepared(copy, checked=False)
+
+
 # ---- PyTorch on the CPU --------------------------------------------------------------------------
 
 
@@ -371,5 +386,7 @@ ATTENTION_PEERS: tuple[Peer, ...] = (
     Peer(SM90 + DETERMINISTIC, ours("sm90", deterministic=True)),
     Peer(SM80, ours("sm80")),
     Peer(SM80 + DETERMINISTIC, ours("sm80", deterministic=True)),
+    Peer(SHORT, ours("short")),
+    Peer(COPY, device_copy),
     Peer(REFERENCE, ours("reference"), devices=("cuda", "cpu")),
 )

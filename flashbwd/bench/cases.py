@@ -28,6 +28,7 @@ TOLERANCES: dict[str, float] = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-3, "fp64"
 
 SM90 = "flashbwd sm90"
 SM80 = "flashbwd sm80"
+SHORT = "flashbwd short"
 REFERENCE = "flashbwd reference"
 NORM = "flashbwd"
 FLASH = "torch flash"
@@ -139,6 +140,14 @@ class AttentionCase:
         of_q = self.heads * (self.head_dim + 2 * self.head_dim_v)  # q, out, dout
         of_k = self.heads_kv * (self.head_dim + self.head_dim_v)
         return (tokens * (of_q + of_k) + self.bias_elements) * size
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that every implementation must move, except the LSE: inputs and gradients, each once."""
+        size = DTYPES[self.dtype].itemsize
+        tokens = sum(self.lengths) if self.lengths else self.batch * self.seqlen
+        gradients = tokens * (self.heads * self.head_dim + self.heads_kv * (self.head_dim + self.head_dim_v))
+        return self.input_bytes + (gradients + self.bias_elements) * size
 
     @property
     def bias_elements(self) -> int:

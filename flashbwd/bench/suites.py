@@ -26,6 +26,7 @@ from flashbwd.bench.cases import (
     packed,
 )
 from flashbwd.bench.flex_cases import FLEX_CASES
+from flashbwd.bench.short_cases import SHORT_CASES
 
 # ---- LayerNorm: (N, rows of bf16, rows of fp32) --------------------------------------------------
 
@@ -197,7 +198,9 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
         decoding = (*DECODING_CASES, *DECODING_BACKWARD_CASES)
     blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
     flex: tuple[Case, ...] = FLEX_CASES if device == "cuda" else ()
+    short: tuple[Case, ...] = SHORT_CASES if device == "cuda" else ()
     if quick:
+        short = short[:3]
         flex = tuple(case for case in FLEX_CASES if case in flex and case.seqlen == 4096)
         decoding = (*decoding[:3], *decoding[len(DECODING_CASES) :][:1])
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
@@ -211,6 +214,7 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
         "decoding": decoding,
         "block": blocks,
         "flex": flex,
+        "short": short,
     }
     return sum(chosen.values(), ()) if name == "all" else chosen[name]
 

@@ -41,6 +41,7 @@ FILES = {
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
+    "short": "nvidia-h200-short-20261129-000846",
     "cpu": "amd-epyc-all-20261121-015643",
     "scale_2": "nvidia-h200-scale_2-20261128-211445",
     "scale_4": "nvidia-h200-scale_4-20261128-211048",
@@ -211,6 +212,16 @@ SUMMARY = [
     _row("sm80, D {head_dim} with Dv {head_dim_v}", SM80, EFFICIENT, head_dim=192, head_dim_v=128),
     _row("sm80, D {head_dim}", SM80, EFFICIENT, head_dim=lambda d: d > 256),
     _row("sm80, {dtype}, D {head_dim}", SM80, EFFICIENT, dtype="fp32"),
+    *(
+        Row(
+            f"short, {heading}, D {{head_dim}}, S {{seqlen}}", cases.SHORT, over, words, {"table": "short"} | where,
+            ("short",),
+        )
+        for heading, where in (("no bias", {"bias_batch": None}), ("shared bias with its gradient", {"bias_batch": 1}))
+        for over, words in (
+            (cases.ANY_PEER, "the fastest of PyTorch's"), (cases.COPY, "a device copy of the same bytes")
+        )
+    ),
     *(
         Row(heading, cases.NORM, cases.COPY, "a device copy of the same bytes", {"table": tables}, ("layer_norm",))
         for heading, tables in (
@@ -412,6 +423,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "sm90-scores": lambda: every_case(ATTENTION, SM90, [EFFICIENT, SM80], table={"bias", "scores"}),
     "sm80": lambda: every_case(ATTENTION, SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
+    "short": lambda: every_case(["short"], cases.SHORT, [CUDNN, EFFICIENT, FLASH, cases.COPY, SM90, SM80]),
     "layer-norm": lambda: every_case(["layer_norm"], cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
     "decoding": lambda: every_case(
         ["decoding"], cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]

@@ -87,11 +87,27 @@ def test_every_device_from_compute_capability_8_on_is_supported(host: ModuleType
     assert plan_of(host, device).backend == "short"
 
 
-def test_a_caller_must_ask_for_it_where_another_family_runs(host: ModuleType) -> None:
-    built = {"has_attention_sm90": True, "has_attention_sm80": True}
-    plan = plan_of(host, built)
-    assert (plan.backend, dict(plan.refusals)["short"]) == ("sm90", "sm90 is preferred")
-    assert plan_of(host, built, backend="short").backend == "short"
+ALL_BUILT = {"has_attention_sm90": True, "has_attention_sm80": True}
+
+
+def test_it_is_preferred_to_the_other_families(host: ModuleType) -> None:
+    plan = plan_of(host, ALL_BUILT)
+    assert (plan.backend, dict(plan.refusals)["sm90"]) == ("short", "short is preferred")
+
+
+@pytest.mark.parametrize("batch", [1, 127])
+def test_another_family_is_preferred_for_few_groups_of_query_heads(host: ModuleType, batch: int) -> None:
+    changes = {"batch": batch, "heads": 8, "heads_kv": 1}
+    plan = plan_of(host, ALL_BUILT, **changes)
+    assert plan.backend == "sm90"
+    assert "faster with grouped-query attention if batch * heads_kv is below 128" in dict(plan.refusals)["short"]
+    assert plan_of(host, ALL_BUILT, backend="short", **changes).backend == "short"
+    assert plan_of(host, **changes).backend == "short", "no other family is built"
+
+
+@pytest.mark.parametrize("changes", [{"batch": 128, "heads": 8, "heads_kv": 1}, {"batch": 1, "heads": 8, "heads_kv": 8}])
+def test_it_is_preferred_if_every_sm_has_work_or_no_heads_are_grouped(host: ModuleType, changes: dict[str, int]) -> None:
+    assert plan_of(host, ALL_BUILT, **changes).backend == "short"
 
 
 @pytest.mark.parametrize(

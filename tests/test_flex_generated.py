@@ -247,7 +247,7 @@ def run_operator(**changes: Any) -> None:
             {"captured": [TABLE], "gradients": [TABLE[:2]], "gradient_slots": [0]},
             r"gradient 0 has shape \(2, 255\) on cpu, expected a contiguous tensor with the elements of its captured",
         ),
-        ({}, "no kernel takes this call with a block mask; sm90: q is on the CPU"),
+        ({}, "no kernel takes this call with a block mask; short: q is on the CPU"),
     ],
 )
 def test_the_operator_names_the_argument_that_it_refuses(changes: dict[str, Any], words: str) -> None:

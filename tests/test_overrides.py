@@ -574,7 +574,7 @@ def test_autograd_calls_the_override(flash: OnCPU, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_call_without_a_kernel_reaches_the_previous_kernel(flash: OnCPU, compiled: bool) -> None:
     actual, _ = flash_gradients(compiled)
-    assert flash.override.stats() == (0, {"sm90: q is on the CPU; sm80: q is on the CPU; short: q is on the CPU": 1})
+    assert flash.override.stats() == (0, {"short: q is on the CPU; sm90: q is on the CPU; sm80: q is on the CPU": 1})
     assert all(not grad.any() for grad in actual)
 
 
@@ -610,7 +610,7 @@ def test_an_override_warns_when_pytorch_would_warn(flash: OnCPU, mode: str) -> N
 
 def test_attention_without_a_kernel_is_refused_with_the_reason_of_each_backend(flash: OnCPU) -> None:
     args, kwargs = flash_arguments(inputs.build(ROWS))
-    assert flash.refusal(*args, **kwargs) == "sm90: q is on the CPU; sm80: q is on the CPU; short: q is on the CPU"
+    assert flash.refusal(*args, **kwargs) == "short: q is on the CPU; sm90: q is on the CPU; sm80: q is on the CPU"
 
 
 def test_the_refusal_of_a_forced_backend_is_a_reason(flash: OnCPU) -> None:

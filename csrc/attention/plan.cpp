@@ -17,9 +17,9 @@ struct Candidate {
 };
 
 const Candidate kCandidates[] = {
+    {"short", &short_sequences::kFamily, &DeviceInfo::has_attention_short},
     {"sm90", &sm90::kFamily, &DeviceInfo::has_attention_sm90},
     {"sm80", &sm80::kFamily, &DeviceInfo::has_attention_sm80},
-    {"short", &short_sequences::kFamily, &DeviceInfo::has_attention_short},
 };
 
 std::string refusal_of(const Candidate& candidate, const AttentionProblem& problem, const DeviceInfo& device) {

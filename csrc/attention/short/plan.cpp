@@ -66,6 +66,13 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   return "";
 }
 
+// One CTA computes all query heads of a KV head, so few KV heads leave most SMs without work.
+std::string slower(const AttentionProblem& problem) {
+  constexpr int64_t kFewKvHeads = 128;  // about the number of SMs
+  if (problem.heads == problem.heads_kv || problem.batch * problem.heads_kv >= kFewKvHeads) return "";
+  return "the others are faster with grouped-query attention if batch * heads_kv is below " + number(kFewKvHeads);
+}
+
 std::string in_words(const KernelPlan& kernel) {
   std::string words = "each CTA computes one KV head of one sequence at a time, in one pass";
   if (kernel.bias_slots > 0) {
@@ -91,6 +98,6 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
 
 }  // namespace
 
-const AttentionFamily kFamily = {"short", refusal, plan};
+const AttentionFamily kFamily = {"short", refusal, plan, slower};
 
 }  // namespace flashbwd::short_sequences

@@ -105,8 +105,10 @@ def test_another_family_is_preferred_for_few_groups_of_query_heads(host: ModuleT
     assert plan_of(host, **changes).backend == "short", "no other family is built"
 
 
-@pytest.mark.parametrize("changes", [{"batch": 128, "heads": 8, "heads_kv": 1}, {"batch": 1, "heads": 8, "heads_kv": 8}])
-def test_it_is_preferred_if_every_sm_has_work_or_no_heads_are_grouped(host: ModuleType, changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"batch": 128, "heads": 8, "heads_kv": 1}, {"batch": 1, "heads": 8, "heads_kv": 8}]
+)
+def test_it_is_preferred_if_every_sm_has_work_or_no_heads_share_keys(host: ModuleType, changes: dict[str, int]) -> None:
     assert plan_of(host, ALL_BUILT, **changes).backend == "short"
 
 

@@ -152,9 +152,8 @@ struct Features {
       load_vectors(Traits::region(smem, params.shared.bias), step, bias);
       // The tile has rows past the end of a shorter sequence, where the bias may be NaN.
       const int32_t rows_left = visibility.seqlen_q - Position<Traits>::first_query();
-      Position<Traits>::for_each([&](int t, int e) {
-        s[t][e] = fmaf(s[t][e], scale, e / 2 * 8 < rows_left ? bias[t][e] : 0.f);
-      });
+      Position<Traits>::for_each(
+          [&](int t, int e) { s[t][e] = fmaf(s[t][e], scale, e / 2 * 8 < rows_left ? bias[t][e] : 0.f); });
       scale = 1.f;
     } else if (p.bias.data != nullptr) {
       const PlaneElements<Traits> elements(visibility.seqlen_q, visibility.seqlen_k, step);

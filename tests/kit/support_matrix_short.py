@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
+
+from kit.cases import Case
 
 LONGEST = 128  # queries or keys
 HEAD_DIMS = (32, 64, 96)  # of its tiles
@@ -47,6 +50,19 @@ def refusals(arguments: dict[str, Any], capability: tuple[int, int], need_dbias:
         if needed > SHARED_BYTES.get(capability, SHARED_BYTES_OF_OTHERS):
             reasons.append(SHARED_MEMORY)
     return reasons
+
+
+def nearest_case(case: Case) -> Case:
+    """Return ``case`` without the features that the family refuses for every shape.
+
+    Random cases of the whole contract have one of them so often that few would be left.
+    """
+    changes: dict[str, Any] = {"softcap": 0.0, "dropout_p": 0.0, "sink": None}
+    for name in ("head_dim", "head_dim_v"):
+        changes[name] = -(-getattr(case, name) // 8) * 8
+    if case.bias is not None:
+        changes["bias"] = case.bias[:2] + "qk"
+    return dataclasses.replace(case, **changes)
 
 
 def batch_of(arguments: dict[str, Any]) -> int:

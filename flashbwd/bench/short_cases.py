@@ -1,7 +1,7 @@
 """The cases of the suite ``short``: many sequences of at most 128 rows, as in window attention of vision models.
 
-The backward of such a call moves few bytes and computes little, so the bars are ratios over PyTorch's cuDNN backward and
-over a device copy that moves as many bytes.
+The backward of such a call moves few bytes and computes little, so its bars are ratios over cuDNN's backward and over a
+device copy that moves as many bytes.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ import shlex
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from build_tools.progress import Limits, run_ninja, unit_seconds
+from build_tools.progress import HOST_SECONDS, Limits, run_ninja, unit_seconds
 from build_tools.toolchain import (
     ROOT,
     BuildError,
@@ -170,6 +171,13 @@ def cuda_units(families: dict[str, tuple[str, ...]]) -> list[Unit]:
     return units
 
 
+def longest_first(units: Sequence[Unit]) -> list[Unit]:
+    """Sort units so that none that takes long starts last. Ninja starts them in the order of its file."""
+    shares = {str(unit.source): _share(unit) for unit in units if unit.arch}
+    seconds = unit_seconds(BUDGET, shares)
+    return sorted(units, key=lambda unit: -seconds.get(str(unit.source), HOST_SECONDS))
+
+
 def _head_dim_macro() -> list[str]:
     """Return the macro FLASHBWD_BUILT_HEAD_DIMS=64,128 of a build that contains only some head dimensions."""
     head_dims = names_from_env("FLASHBWD_HEAD_DIMS")
@@ -314,7 +322,7 @@ class NativeBuild:
         ]
         for library in libraries:
             objects = []
-            for unit in library.units:
+            for unit in longest_first(library.units):
                 compiled = _object(unit, library)
                 objects.append(str(compiled))
                 if unit.arch:

@@ -307,6 +307,23 @@ def test_the_expected_time_of_a_unit_follows_its_number_of_gpus() -> None:
     assert progress.unit_seconds(native.BUDGET, {BUDGETED: 0.5, "new.cu": 1.0}) == {BUDGETED: whole / 2}
 
 
+def test_no_unit_that_takes_long_is_compiled_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "unit_seconds", lambda budget, shares: {"long.cu": 60.0, "short.cu": 1.0})
+    units = [
+        native.Unit(Path(name), ("9.0",) if name.endswith(".cu") else ()) for name in ("short.cu", "a.cpp", "long.cu")
+    ]
+    assert [str(unit.source) for unit in native.longest_first(units)] == ["long.cu", "a.cpp", "short.cu"]
+
+
+def test_ninja_starts_units_in_the_order_of_their_expected_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = native.NativeBuild.__new__(native.NativeBuild)
+    build.toolkit = None
+    units = [native.Unit(Path("csrc/attention/plan.cpp")), native.Unit(Path("csrc/attention/problem.cpp"))]
+    monkeypatch.setattr(native, "longest_first", lambda units: units[::-1])
+    text = build._ninja([native.Library(Path("x.so"), units, [], [])], "x")
+    assert text.index(": cxx csrc/attention/problem.cpp") < text.index(": cxx csrc/attention/plan.cpp")
+
+
 def test_progress_shows_the_compiled_unit_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter((0.0, 120.0, 240.0, 300.0))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))

@@ -155,7 +155,7 @@ def _with_numbers(graph_module: fx.GraphModule) -> fx.Graph:
         if constant.dim() != 0 or constant.device.type != "cpu":
             continue  # reading a tensor on another device would wait for that device
         with graph.inserting_before(node), unset_fake_temporarily():
-            options = {"dtype": constant.dtype, "device": constant.device}
+            options: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device}
             number = graph.call_function(torch.ops.aten.full.default, ([], constant.item()), options)
         node.replace_all_uses_with(number)
         graph.erase_node(node)

@@ -171,6 +171,20 @@ def test_captured_tensors_get_gradients() -> None:
     torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
 
 
+def test_numbers_can_index_captured_tensors() -> None:
+    inputs, same = leaves(*SHAPE.tensors(torch.float64)), leaves(*SHAPE.tensors(torch.float64))
+    (factors,) = leaves(torch.randn(3, dtype=torch.float64))
+
+    def mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * factors[0] + factors[-1] * torch.tensor(0.1, dtype=torch.float64)
+
+    compiled = Compiled(lambda q, k, v: attend(q, k, v, mod))
+    grads = torch.autograd.grad(loss(*compiled(*inputs)), [*inputs, factors])
+    assert counted() == (1, {})
+    want = torch.autograd.grad(loss(*decoding.oracle(SHAPE, *same, mod)), [*same, factors])
+    torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precisions_are_as_close_as_pytorchs_own_backward(dtype: torch.dtype) -> None:
     def gradients(rewrite: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -231,13 +231,20 @@ def test_no_graph_fails_because_of_the_pass(
     assert words in reason
 
 
-def test_a_mask_that_holds_a_constant_tensor_stays() -> None:
+def test_a_mask_that_holds_a_constant_number_is_replaced() -> None:
     mask = decoding.block_mask(lambda b, h, q, k: q >= k - torch.tensor(3), SHAPE, block=32)
     compiled = Compiled(lambda *x: flex_attention(*x, None, mask, enable_gqa=True))
     run(compiled, leaves(SHAPE))
-    assert compiled.count(OURS) + compiled.count(PYTORCHS) == 1
-    assert counted().hits == compiled.count(OURS)
-    assert sum(counted().fallbacks.values()) == compiled.count(PYTORCHS)
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (1, 0)
+
+
+def test_a_mask_that_holds_a_constant_tensor_of_several_numbers_stays() -> None:
+    mask = decoding.block_mask(lambda b, h, q, k: q >= k - torch.tensor([3, 5])[b % 2], SHAPE, block=32)
+    compiled = Compiled(lambda *x: flex_attention(*x, None, mask, enable_gqa=True))
+    run(compiled, leaves(SHAPE))
+    assert (compiled.count(OURS), compiled.count(PYTORCHS)) == (0, 1)
+    (reason,) = counted().fallbacks
+    assert "_tensor_constant" in reason
 
 
 # ---- what is kept between calls ----

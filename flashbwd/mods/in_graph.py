@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from flashbwd._ops import library
 from flashbwd.mods.captures import FixedMod
@@ -128,10 +129,11 @@ def text_of(name: str, graph_module: fx.GraphModule) -> str:
 
     JSON has no line breaks: the compiler writes string arguments into comments of the code that it generates.
     """
-    for node in graph_module.graph.nodes:
+    graph = _with_numbers(graph_module)
+    for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
             raise RuntimeError(f"flashbwd: {name} uses {node.target}, which is not supported inside torch.compile")
-    code = graph_module.graph.python_code("self")
+    code = graph.python_code("self")
     imports = [
         f"import {value.__name__} as {name}"
         if isinstance(value, type(torch))
@@ -140,6 +142,24 @@ def text_of(name: str, graph_module: fx.GraphModule) -> str:
         if name not in _KNOWN_NAMES and name in code.src
     ]
     return json.dumps("\n".join(["from __future__ import annotations", *imports, code.src]))
+
+
+def _with_numbers(graph_module: fx.GraphModule) -> fx.Graph:
+    """Return a copy of a graph whose constant tensors of one number, such as the 0 in ``bias[0]``, are in its code."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.find_nodes(op="get_attr"):
+        constant = getattr(graph_module, node.target, None)
+        if not isinstance(constant, Tensor) or isinstance(constant, FakeTensor):
+            continue
+        if constant.dim() != 0 or constant.device.type != "cpu":
+            continue  # reading a tensor on another device would wait for that device
+        with graph.inserting_before(node), unset_fake_temporarily():
+            options: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device}
+            number = graph.call_function(torch.ops.aten.full.default, ([], constant.item()), options)
+        node.replace_all_uses_with(number)
+        graph.erase_node(node)
+    return graph
 
 
 # ---- when the graph runs ----

@@ -334,6 +334,6 @@ def test_a_graph_is_also_planned_with_the_compiled_kernel_if_only_one_length_may
         query, key = (torch.empty(B, H, n, 64, device="cuda") for n in (seqlen_q, seqlen_k))
         lse = torch.empty(B, H, seqlen_q, device="cuda")
     tensors = (query, query, key, key, query, lse, None)
-    score = flex_node.Score(text, [], [])
+    score = flex_node.Score(text, [], [], [])
     flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
     assert [call.score_mod is None for call in planned] == ([True] if together else [True, False])

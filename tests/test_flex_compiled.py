@@ -6,6 +6,7 @@ backward graph node by node, and some compile only the backward with Inductor. T
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -258,6 +259,27 @@ def test_no_length_recompiles() -> None:
         torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
     assert len(compiled.graphs) == 1
     assert counted() == (5, {})
+
+
+def test_a_captured_tensor_of_any_length_gets_its_gradient_without_recompiling() -> None:
+    """PyTorch captures the sizes of such a tensor too, as symbols that only its derivative reads."""
+
+    def one(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: Tensor) -> Any:
+        return attend(q, k, v, lambda s, b, h, i, j: s * scale[h] + bias[h, j], None)
+
+    compiled = Compiled(one, dynamic=True)
+    for seqlen in (33, 48, 70):
+        shape = Shape(batch=2, seqlen_q=seqlen, seqlen_k=seqlen + 5)
+        bias = torch.linspace(-1, 1, shape.heads * shape.seqlen_k, dtype=torch.float64).view(shape.heads, -1)
+        scale = torch.linspace(0.5, 2, shape.heads, dtype=torch.float64)
+        inputs, same = (leaves(*shape.tensors(torch.float64), bias, scale) for _ in range(2))
+        grads = torch.autograd.grad(loss(*compiled(*inputs)), inputs)
+        *qkv, bias, scale = same
+        mod = functools.partial(lambda bias, scale, s, b, h, i, j: s * scale[h] + bias[h, j], bias, scale)
+        want = torch.autograd.grad(loss(*decoding.oracle(shape, *qkv, mod, None)), same)
+        torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+    assert len(compiled.graphs) == 1
+    assert counted() == (3, {})
 
 
 def test_a_mask_can_capture_a_length() -> None:

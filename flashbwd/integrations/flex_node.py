@@ -36,6 +36,7 @@ _SIZES_OF_MASK = {"seq_lengths": ("seqlen_q", "seqlen_k"), "BLOCK_SIZE": ("q_blo
 _FIELDS_OF_MASK = {*_LISTS, *_SIZES_OF_MASK["seq_lengths"], *_SIZES_OF_MASK["BLOCK_SIZE"], "mask_mod"} | {
     *("dq_write_order", "dq_write_order_full", "dq_kv_order", "dq_kv_order_spt")
 }
+_ARGUMENTS_OF_A_SCORE = 5  # score, b, h, q_idx and kv_idx; captured values follow
 _UNLIMITED = 1 << 30  # the block size of PyTorch's mask that hides nothing
 _TRUE = (torch.ops.aten.new_ones.default, torch.ops.aten.ones.default, torch.ops.aten.full.default)
 
@@ -61,11 +62,16 @@ _NO_MASK = Mask([], [], "", [], [], [])
 
 @dataclass
 class Score:
-    """A score modification in a graph. ``wanted`` are the captured tensors that get a gradient."""
+    """A score modification in a graph.
+
+    ``captures`` are the tensors that it captures, ``positions`` their places in PyTorch's list of captured values, and
+    ``wanted`` tells which of them get a gradient.
+    """
 
     text: str
     captures: list[Node]
     wanted: list[bool]
+    positions: list[int]
 
 
 def call_of(node: Node) -> dict[str, Any]:
@@ -175,11 +181,29 @@ def _is_tensor(value: Any) -> bool:
 def score_of(call: dict[str, Any], graph: fx.Graph) -> Score:
     module, joint = (_graph_module(graph, call[name]) for name in ("fw_graph", "joint_graph"))
     captures = list(call["score_mod_other_buffers"])
-    if not all(map(_is_tensor, captures)):
-        raise DeclinedError("score_mod captures something else than tensors")
-    wanted = [gradient is not None for gradient in _result(joint)[5:]]
-    if len(wanted) != len(captures):
+    has_gradient = [gradient is not None for gradient in _result(joint)[5:]]
+    if len(has_gradient) != len(captures):
         raise DeclinedError("the derivative of score_mod has another number of results than expected")
     if _result(module) is next(iter(module.graph.nodes)):  # the score itself
-        return Score("", [], [])
-    return Score(_text("score_mod", module), captures, wanted)
+        return Score("", [], [], [])
+    module, unread = _without_unread_numbers(module, captures)
+    positions = [i for i in range(len(captures)) if i not in unread]
+    kept = [captures[i] for i in positions]
+    if not all(map(_is_tensor, kept)):
+        raise DeclinedError("score_mod captures something else than tensors")
+    return Score(_text("score_mod", module), kept, [has_gradient[i] for i in positions], positions)
+
+
+def _without_unread_numbers(module: fx.GraphModule, captures: list[Node]) -> tuple[fx.GraphModule, set[int]]:
+    """Return a copy of a score modification without the numbers that it does not read, and their places.
+
+    With dynamic shapes, PyTorch passes the sizes of captured tensors that get a gradient. Only the derivative, which
+    this library computes itself, reads them.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    captured = graph.find_nodes(op="placeholder")[_ARGUMENTS_OF_A_SCORE:]
+    unread = {i for i, value in enumerate(captures) if _is_number(value) and not captured[i].users}
+    for i in unread:
+        graph.erase_node(captured[i])
+    return fx.GraphModule(module, graph), unread

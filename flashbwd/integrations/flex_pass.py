@@ -77,8 +77,13 @@ def _check_users(node: Node, score: Score) -> None:
         for captured in user.users:
             if captured.target is not operator.getitem:
                 raise DeclinedError(f"the graph passes all gradients of captured tensors to {captured.target}")
-            if captured.users and not (score.wanted and score.wanted[captured.args[1]]):
+            if captured.users and captured.args[1] not in _with_gradients(score):
                 raise DeclinedError("the graph reads a gradient that the derivative of score_mod does not have")
+
+
+def _with_gradients(score: Score) -> list[int]:
+    """Return the places of the captured tensors that get a gradient, in PyTorch's list of captured values."""
+    return [position for position, wanted in zip(score.positions, score.wanted, strict=True) if wanted]
 
 
 # ---- what computes it ----
@@ -214,7 +219,7 @@ def _replace(graph: fx.Graph, node: Node, call: dict[str, Any], mask: Mask, scor
         )
         ours = graph.call_function(_OURS, args)
     *gradients, captured = node.meta["val"]
-    kept = [i for i, wanted in enumerate(score.wanted) if wanted]
+    kept = _with_gradients(score)
     ours.meta = dict(node.meta)
     ours.meta["val"] = (*gradients, [captured[i] for i in kept])
     # Without it, Inductor would choose strides of its own for the arguments.

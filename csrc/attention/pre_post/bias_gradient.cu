@@ -271,6 +271,14 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
     return g;
   }
   g.data = storage;
+  if (scratch.mode == BiasGradientMode::kAddBlocks) {
+    const int64_t plane = bias_plane_elements(p.seqlen_q, p.seqlen_k);
+    g.row_stride = kBiasBlockElements;
+    g.col_stride = bias_key_group_elements(p.seqlen_q);
+    g.head_stride = broadcast.head ? 0 : plane;
+    g.batch_stride = broadcast.batch ? 0 : broadcast.head ? plane : p.heads * plane;
+    return g;
+  }
   if (scratch.in_tiles()) g.dtype = p.dtype;
   const int64_t rows = p.seqlen_q, cols = scratch.in_tiles() ? round_up(p.seqlen_k, kTiledColumns) : p.seqlen_k;
   switch (scratch.mode) {
@@ -313,6 +321,7 @@ const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const Bi
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& source,
                                         const BiasGradientScratch& scratch, void* stream) {
   if (scratch.mode == BiasGradientMode::kNone || source.data == p.dbias.data) return nullptr;
+  if (scratch.mode == BiasGradientMode::kAddBlocks) return launch_convert_bias_blocks(p, source, stream);
   const BiasBroadcast broadcast = broadcast_of(p);
   ReduceArguments a;
   a.source = source;

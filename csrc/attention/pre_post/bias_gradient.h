@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../index/bias_blocks.h"
 #include "../index/visibility.h"
 #include "../params.h"
 
@@ -12,6 +13,7 @@ enum class BiasGradientMode : int32_t {
   kNone,
   kStore,    // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
   kAdd,      // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
+  kAddBlocks,  // the same, 16-byte vectors to the blocks of ../index/bias_blocks.h
   kKeySums,  // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
              // shares keys
   kRowSums,  // stores sums over keys, (batch, heads, slots, seqlen_q), zero at the start; one slot per group of keys of
@@ -22,6 +24,7 @@ struct BiasGradient {
   BiasGradientMode mode = BiasGradientMode::kNone;
   DType dtype = DType::kFloat32;
   void* data = nullptr;
+  // kAddBlocks: row_stride and col_stride are those of blocks of queries and keys.
   int64_t batch_stride = 0, head_stride = 0, slot_stride = 0, row_stride = 0, col_stride = 0;
 };
 
@@ -93,6 +96,17 @@ inline BiasGradientScratch tiled_bias_gradient_scratch(const BiasBroadcast& broa
   return scratch;
 }
 
+// The same for a kernel that adds blocks of fp32 sums: a bias that is broadcast over batch or heads, or both.
+inline BiasGradientScratch block_bias_gradient_scratch(const BiasBroadcast& broadcast, int64_t batch, int64_t heads,
+                                                       int64_t seqlen_q, int64_t seqlen_k) {
+  BiasGradientScratch scratch;
+  scratch.mode = BiasGradientMode::kAddBlocks;
+  scratch.zeroed = true;
+  scratch.elements =
+      (broadcast.batch ? 1 : batch) * (broadcast.head ? 1 : heads) * bias_plane_elements(seqlen_q, seqlen_k);
+  return scratch;
+}
+
 // A dimension of size 1 has stride 0 in the view, but is not broadcast.
 inline BiasBroadcast broadcast_of(const AttentionBackwardParams& p) {
   return {p.dbias.batch_stride == 0 && p.batch != 1, p.dbias.head_stride == 0 && p.heads != 1,
@@ -115,6 +129,9 @@ BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGrad
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& gradient,
                                       const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
                                       void* stream);
+
+// The same for BiasGradientMode::kAddBlocks: converts the sums to dbias. Called by launch_reduce_bias_gradient.
+const char* launch_convert_bias_blocks(const AttentionBackwardParams& params, const BiasGradient& sums, void* stream);
 
 // Runs after the main kernel: reduces `source` to dbias, unless `source` is dbias. Returns null or a message.
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& source,

@@ -68,6 +68,7 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, feature::kFlashDropout},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kEfficientDropout},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kEfficientDropout},
+    {32, 32, 128, 128, 2, 2, 1, false, feature::kBias},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kBias},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kBias},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kSoftcap | feature::kShifts},

@@ -31,6 +31,10 @@ inline BiasGradientScratch bias_gradient_of(const AttentionProblem& p, const Til
   if (!p.need_dbias) return {};
   const BiasBroadcast broadcast = {p.bias_broadcast_batch, p.bias_broadcast_head, p.bias_broadcast_row,
                                    p.bias_broadcast_col};
+  const bool shared = broadcast.batch || broadcast.head;
+  if (copies_bias(tile) && shared && !p.deterministic) {
+    return block_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
+  }
   if (copies_bias(tile)) {
     return tiled_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k, tile.block_m, tile.block_n);
   }

@@ -88,7 +88,7 @@ struct Mainloop {
     while (it.index < last_index) {
       const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
       issue_covered_dq(p16, ds16, dq, dk, dv);
-      ScoreMod::store_bias_gradient(*this);
+      ScoreMod::store_bias_gradient(*this, ds16);
       wait_products<1>();  // dK or dV is complete, so the registers of its first operand are free
       it.advance(work);
       Scores s;
@@ -115,7 +115,7 @@ struct Mainloop {
     const int32_t stage = QueryRing::stage(it.index);
     arrive_warp(&smem.v_empty, lane);
     issue_covered_dq(p16, ds16, dq, dk, dv);
-    ScoreMod::store_bias_gradient(*this);
+    ScoreMod::store_bias_gradient(*this, ds16);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
     const bool is_last = DqBuffer::wait_buffer(*this, it.index);
     wait_products<0>();

@@ -35,7 +35,7 @@ bool can_copy_bias(const AttentionProblem& problem) {
   const int64_t sharers =
       (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
   const bool dense = !problem.varlen && !problem.has_seqused;
-  return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
+  return dense && problem.bias_has_rows && (!problem.need_dbias || !problem.deterministic || sharers <= kMostSharers);
 }
 
 uint32_t features_of(const AttentionProblem& problem) {

@@ -1,6 +1,6 @@
 // A bias with its gradient. TMA loads the bias of an iteration into the dS buffer of that iteration, (queries, 64 keys)
 // per warpgroup. Each warp reads its bias and overwrites it with dS; dQ reads dS from there, and TMA stores it as
-// dbias.
+// dbias. If several heads or batch entries share the bias, the warps add dS from registers instead.
 #pragma once
 
 #include "plain.cuh"
@@ -43,10 +43,13 @@ struct BiasScores : PlainScores<Traits> {
     store_operand_transposed(address(c), ds16[0]);
   }
 
-  // Stores dS of this iteration as the gradient of the bias. The whole warpgroup has written it.
+  // Stores or adds dS of this iteration to the gradient of the bias. The whole warpgroup has written it.
   template <typename Consumer>
-  static __device__ __forceinline__ void store_bias_gradient(const Consumer& c) {
-    if (c.params.features.bias_gradient.mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
+  static __device__ __forceinline__ void store_bias_gradient(const Consumer& c, const typename Base::Operand& ds16) {
+    const BiasGradientMode mode = c.params.features.bias_gradient.mode;
+    if (mode == BiasGradientMode::kAddBlocks) {
+      add_blocks(c, ds16[0]);
+    } else if (mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
       tensor_store_4d(&c.params.maps.bias_gradient, tile(c), c.work.first_key + c.own_key,
                       c.it.query_block() * Traits::kBlockM, c.it.head(), c.work.batch, kEvictFirst);
       bulk_commit();
@@ -57,6 +60,25 @@ struct BiasScores : PlainScores<Traits> {
   }  // TMA has read dS; the next bias may overwrite it
 
  private:
+  // Adds this warp's dS, 16 keys of all queries, to the fp32 sums of a shared bias. It is rounded to 16 bits, as the
+  // operand of dK, whose registers hold it anyway.
+  template <typename Consumer, int kPairs>
+  static __device__ __forceinline__ void add_blocks(const Consumer& c, const uint32_t (&ds16)[kPairs]) {
+    const BiasGradient& g = c.params.features.bias_gradient;
+    const int32_t key_group = (c.work.first_key + c.own_key) / kBiasBlockKeys + c.warp;
+    if (key_group * kBiasBlockKeys >= c.params.attention.seqlen_k) return;
+    constexpr int kBlocks = Traits::kBlockM / kBiasBlockQueries;
+    const int32_t first_block = c.it.query_block() * kBlocks;
+    const int32_t blocks = ceil_div(c.params.attention.seqlen_q, kBiasBlockQueries) - first_block;
+    float* const sums = static_cast<float*>(g.data) + c.work.batch * g.batch_stride + c.it.head() * g.head_stride +
+                        key_group * g.col_stride + first_block * kBiasBlockElements + c.lane * 4;
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      const float2 first = unpack2<typename Base::T>(ds16[2 * k]), second = unpack2<typename Base::T>(ds16[2 * k + 1]);
+      if (k < blocks) add_vector(sums + k * kBiasBlockElements, first.x, first.y, second.x, second.y);
+    }
+  }
+
   // Where the bias and dS of this iteration lie: those of the warpgroup, and those of this thread.
   template <typename Consumer>
   static __device__ __forceinline__ uint8_t* tile(const Consumer& c) {

@@ -68,7 +68,7 @@ struct PlainScores {
 
   // Called after dQ is issued, and before the next loads may overwrite what the iteration left in shared memory.
   template <typename Consumer>
-  static __device__ __forceinline__ void store_bias_gradient(const Consumer&) {}
+  static __device__ __forceinline__ void store_bias_gradient(const Consumer&, const Operand&) {}
   static __device__ __forceinline__ void release_gradients() {}
 
  protected:

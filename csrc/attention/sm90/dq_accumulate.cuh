@@ -76,6 +76,9 @@ struct StoreWarps {
         bulk_wait<0>();  // the adds of this work tile are complete
         fence_async_global();
         add_release(params.dq.finished + work.batch * params.attention.heads_kv + work.head_kv, 1);
+        if (Traits::kBatchEntries > 1 && work.batch + 1 < params.attention.batch) {
+          add_release(params.dq.finished + (work.batch + 1) * params.attention.heads_kv + work.head_kv, 1);
+        }
       }
       __syncwarp();
     });
@@ -132,20 +135,23 @@ struct StoreWarps {
       if (lane == 0) finish_add(params, add);
       return;
     }
-    // dv and dk pass through the buffers of dq, as two more iterations.
-    offer_buffer<kBuffer>(lane);
-    if (lane == 0) finish_add(params, add);
-    named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
-    if (lane == 0) {
-      fence_async_shared();
-      const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
-      if (assume_single_lane()) {
-        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
-        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
-        bulk_commit();
+    // dv and dk pass through the buffers of dq, as two more iterations per batch entry.
+#pragma unroll
+    for (int entry = 0; entry < Traits::kBatchEntries; ++entry) {
+      offer_buffer<kBuffer>(lane);
+      if (lane == 0 && entry == 0) finish_add(params, add);
+      named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
+      if (lane == 0) {
+        fence_async_shared();
+        const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
+        if (assume_single_lane()) {
+          store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
+          store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
+          bulk_commit();
+        }
       }
+      __syncwarp();
     }
-    __syncwarp();
   }
 
   // Called by a store warp: offers its buffer to the consumers when TMA has read what was in it.
@@ -237,22 +243,24 @@ struct StoreWarps {
 
   static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*atoms)[64 * 32],
                                                     const KernelParams& params, const WorkTile& work,
-                                                    int32_t part_row) {
+                                                    int32_t part_row, int32_t entry) {
     const int32_t row = work.first_key + part_row;
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;
 #pragma unroll
     for (int atom = 0; atom < Traits::kGradientAtoms; ++atom) {
       tensor_store_4d(map, atoms[atom], atom * kAtomColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
-                      work.gradient_head, packed ? 0 : work.batch);
+                      work.gradient_head, packed ? 0 : work.batch + entry);
     }
   }
 
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
                                                 const WorkTile& work, const Iterator& it, int warpgroup, bool stores) {
-    const int32_t row = it.query_block() * kBlockM + warpgroup / Traits::kDqColumnTiles * 64;
+    constexpr bool kEntries = Traits::kBatchEntries > 1;  // each warpgroup has dq of one; TMA drops it past the last
+    const int32_t row = it.query_block() * kBlockM + (kEntries ? 0 : warpgroup / Traits::kDqColumnTiles * 64);
     if (row >= work.sequence.seqlen_q) return;
-    const DqRows rows = dq_rows(params, work, it.head(), row);
+    DqRows rows = dq_rows(params, work, it.head(), row);
+    if (kEntries) rows.slab += warpgroup * params.attention.heads;
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       add_dq_box(params, boxes[box], warpgroup % Traits::kDqColumnTiles * 64 + box * 32, rows, stores);

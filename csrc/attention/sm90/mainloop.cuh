@@ -6,6 +6,7 @@
 
 #include "dq_accumulate.cuh"
 #include "kernel_params.h"
+#include "key_mask.cuh"
 #include "score_mod/score_mod.cuh"
 #include "tile_mask.cuh"
 #include "traits.cuh"
@@ -54,13 +55,17 @@ struct Mainloop {
   float scale_log2 = params.attention.softmax_scale * kLog2E;
   float delta_factor = Traits::kDrops && !kBias ? 1.f / params.features.dropout_scale : 1.f;  // DroppedScores
 
+  uint32_t hidden_keys = 0;  // by the key mask, of this thread's two: bits 0 and 1
+
   // First key and first query of this warpgroup within the tile.
   int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
 
   // Operands of this warpgroup: its rows of k and v, and the columns of k for its columns of dq.
   uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
   uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
-  uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64);
+  uint32_t k_columns =
+      smem_address(smem.k) + (Traits::kBatchEntries > 1 ? warpgroup * Traits::kKeyBytes
+                                                        : warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64));
   uint32_t ds_rows = warpgroup / Traits::kDqColumnTiles * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
   uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)] = {}, v_operand[4 * std::max(Traits::kValueSteps, 1)] = {};
 
@@ -163,8 +168,8 @@ struct Mainloop {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
-          s[m], k_operand, k_rows + m * 64 * kRowBytes,
-          smem_address(smem.q[QueryRing::stage(it.index)]) + own_query * kRowBytes);
+          s[m], k_operand, k_rows + m * Traits::kTileKeyBytes,
+          smem_address(smem.q[QueryRing::stage(it.index)]) + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -174,7 +179,8 @@ struct Mainloop {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kValueSteps, kDeltaFirst, KeyColumns, QueryColumns, kSign>(
-          dp[m], v_operand, v_rows + m * 64 * kRowBytes, dout + own_query * kRowBytes);
+          dp[m], v_operand, v_rows + m * Traits::kTileKeyBytes,
+          dout + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -189,7 +195,8 @@ struct Mainloop {
   __device__ __forceinline__ void multiply_rows(Operand& a, KeyAccumulators& gradient, uint32_t queries) {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
-      product<T, true, QueryRows>(gradient[m], a[m], queries + own_query * kRowBytes);
+      product<T, true, QueryRows>(gradient[m], a[m],
+                                  queries + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -260,21 +267,22 @@ struct Mainloop {
     mbarrier_wait(&smem.k_full, work.keys_phase);
     mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
-    if (params.rows_may_be_poisoned && valid < kBlockN) {
+    if (!kBias && params.rows_may_be_poisoned && valid < kBlockN) {
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.k, valid,
                                                                                             kConsumersBarrier);
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid,
                                                                                             kConsumersBarrier);
     }
+    if constexpr (kBias) hidden_keys = KeyMask<Traits>::apply(*this);
   }
 
   template <typename Ring>
-  __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
+  __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[sizeof(smem.q[0])]) {
     const int32_t stage = Ring::stage(it.index);
     mbarrier_wait(&full[stage], Ring::phase(it.index));
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
-    // With a block mask, tensors are dense, and TMA loads zeros past their end.
-    if (!Traits::kBlockMask && params.rows_may_be_poisoned && valid < kBlockM) {
+    // With a block mask or a bias, tensors are dense, and TMA loads zeros past their end.
+    if (!Traits::kBlockMask && !kBias && params.rows_may_be_poisoned && valid < kBlockM) {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
                                                                                               kConsumersBarrier);
     }

@@ -46,6 +46,7 @@ struct Traits {
   static constexpr int kKeyAtomBytes = kBlockN * kAtomRowBytes;    // 64 columns of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kAtomRowBytes;  // 64 columns of q or dout
   static constexpr int kRowValueBytes = kBlockM * 4;
+  static constexpr int kBatchEntries = 1;  // of a work tile, as in sm90::Traits
   static constexpr bool kBias = false;  // for producer.cuh: no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
 

@@ -7,9 +7,9 @@
 
 namespace flashbwd::sm90 {
 
-// S becomes P = exp(scale * S + bias - lse).
-template <typename T, int kValues, int kEarly>
-__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint32_t address,
+// S becomes P = exp(scale * S + bias - lse). MMA tiles have the same keys and different queries, with one bias.
+template <typename T, int kMmaTiles, int kValues, int kEarly>
+__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kMmaTiles][kValues], uint32_t address,
                                                        const QueryValues<kEarly>& lse_log2, float scale_log2) {
 #pragma unroll
   for (int k = 0; k < kValues / 8; ++k) {
@@ -17,10 +17,14 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kValues], uint
     load_matrix_x4_transposed(address + k * kTransposedStep, bias[0], bias[1], bias[2], bias[3]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 lse = lse_log2[2 * k + i / 2], b = unpack2<T>(bias[i]);
-      float* const value = &s[8 * k + 2 * i];
-      value[0] = exp2_approximate(value[0] * scale_log2 + (b.x * kLog2E - lse.x));
-      value[1] = exp2_approximate(value[1] * scale_log2 + (b.y * kLog2E - lse.y));
+      const float2 b = unpack2<T>(bias[i]);
+#pragma unroll
+      for (int m = 0; m < kMmaTiles; ++m) {
+        const float2 lse = lse_log2[m * (kValues / 4) + 2 * k + i / 2];
+        float* const value = &s[m][8 * k + 2 * i];
+        value[0] = exp2_approximate(value[0] * scale_log2 + (b.x * kLog2E - lse.x));
+        value[1] = exp2_approximate(value[1] * scale_log2 + (b.y * kLog2E - lse.y));
+      }
     }
   }
 }
@@ -34,13 +38,39 @@ struct BiasScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    exponentiate_with_bias<typename Base::T>(s[0], address(c), lse, c.scale_log2);
+    exponentiate_with_bias<typename Base::T>(s, address(c), lse, c.scale_log2);
     c.tile_mask.apply(c, s);
+    if (c.hidden_keys == 0) return;
+#pragma unroll
+    for (int m = 0; m < Base::kMmaTiles; ++m) {
+      keep_visible(s[m], [&](int half) { return c.hidden_keys >> (2 * m + half) & 1 ? 0u : ~0u; });
+    }
+  }
+
+  template <typename Consumer, typename Lse, typename Delta>
+  __device__ __forceinline__ void gradients(const Consumer& c, typename Base::Scores& s, typename Base::Operand& p16,
+                                            typename Base::Scores& dp, const Lse& lse, const Delta& delta) const {
+    if constexpr (Traits::kBatchEntries == 1) {
+      Base::gradients(c, s, p16, dp, lse, delta);
+    } else {
+#pragma unroll
+      for (int j = 0; j < Base::kMmaTiles * Base::kValues / 4; ++j) {
+        const float2 rows = delta[j];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int m = j / (Base::kValues / 4), value = j % (Base::kValues / 4) * 4 + i;
+          dp[m][value] = s[m][value] * (dp[m][value] - (i % 2 == 0 ? rows.x : rows.y));
+        }
+      }
+    }
   }
 
   template <typename Consumer>
   static __device__ __forceinline__ void store_gradients(const Consumer& c, const typename Base::Operand& ds16) {
-    store_operand_transposed(address(c), ds16[0]);
+#pragma unroll
+    for (int m = 0; m < Base::kMmaTiles; ++m) {
+      store_operand_transposed(address(c) + m * Traits::kBlockM * kAtomRowBytes, ds16[m]);
+    }
   }
 
   // Stores or adds dS of this iteration to the gradient of the bias. The whole warpgroup has written it.
@@ -48,7 +78,7 @@ struct BiasScores : PlainScores<Traits> {
   static __device__ __forceinline__ void store_bias_gradient(const Consumer& c, const typename Base::Operand& ds16) {
     const BiasGradientMode mode = c.params.features.bias_gradient.mode;
     if (mode == BiasGradientMode::kAddBlocks) {
-      add_blocks(c, ds16[0]);
+      add_blocks(c, ds16);
     } else if (mode == BiasGradientMode::kStore && threadIdx.x % kWarpgroupThreads == 0) {
       tensor_store_4d(&c.params.maps.bias_gradient, tile(c), c.work.first_key + c.own_key,
                       c.it.query_block() * Traits::kBlockM, c.it.head(), c.work.batch, kEvictFirst);
@@ -62,8 +92,8 @@ struct BiasScores : PlainScores<Traits> {
  private:
   // Adds this warp's dS, 16 keys of all queries, to the fp32 sums of a shared bias. It is rounded to 16 bits, as the
   // operand of dK, whose registers hold it anyway.
-  template <typename Consumer, int kPairs>
-  static __device__ __forceinline__ void add_blocks(const Consumer& c, const uint32_t (&ds16)[kPairs]) {
+  template <typename Consumer>
+  static __device__ __forceinline__ void add_blocks(const Consumer& c, const typename Base::Operand& ds16) {
     const BiasGradient& g = c.params.features.bias_gradient;
     const int32_t key_group = (c.work.first_key + c.own_key) / kBiasBlockKeys + c.warp;
     if (key_group * kBiasBlockKeys >= c.params.attention.seqlen_k) return;
@@ -74,7 +104,13 @@ struct BiasScores : PlainScores<Traits> {
                         key_group * g.col_stride + first_block * kBiasBlockElements + c.lane * 4;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
-      const float2 first = unpack2<typename Base::T>(ds16[2 * k]), second = unpack2<typename Base::T>(ds16[2 * k + 1]);
+      float2 first = unpack2<typename Base::T>(ds16[0][2 * k]), second = unpack2<typename Base::T>(ds16[0][2 * k + 1]);
+#pragma unroll
+      for (int m = 1; m < Base::kMmaTiles; ++m) {
+        const float2 x = unpack2<typename Base::T>(ds16[m][2 * k]), y = unpack2<typename Base::T>(ds16[m][2 * k + 1]);
+        first = make_float2(first.x + x.x, first.y + x.y);
+        second = make_float2(second.x + y.x, second.y + y.y);
+      }
       if (k < blocks) add_vector(sums + k * kBiasBlockElements, first.x, first.y, second.x, second.y);
     }
   }

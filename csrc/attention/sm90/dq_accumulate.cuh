@@ -76,8 +76,10 @@ struct StoreWarps {
         bulk_wait<0>();  // the adds of this work tile are complete
         fence_async_global();
         add_release(params.dq.finished + work.batch * params.attention.heads_kv + work.head_kv, 1);
-        if (Traits::kBatchEntries > 1 && work.batch + 1 < params.attention.batch) {
-          add_release(params.dq.finished + (work.batch + 1) * params.attention.heads_kv + work.head_kv, 1);
+        if constexpr (Traits::kBatchEntries > 1) {
+          if (work.batch + 1 < params.attention.batch) {
+            add_release(params.dq.finished + (work.batch + 1) * params.attention.heads_kv + work.head_kv, 1);
+          }
         }
       }
       __syncwarp();
@@ -136,22 +138,30 @@ struct StoreWarps {
       return;
     }
     // dv and dk pass through the buffers of dq, as two more iterations per batch entry.
-#pragma unroll
-    for (int entry = 0; entry < Traits::kBatchEntries; ++entry) {
+    offer_buffer<kBuffer>(lane);
+    if (lane == 0) finish_add(params, add);
+    store_dkdv<kBuffer>(params, smem, work, it, lane, 0);
+    if constexpr (Traits::kBatchEntries > 1) {
       offer_buffer<kBuffer>(lane);
-      if (lane == 0 && entry == 0) finish_add(params, add);
-      named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
-      if (lane == 0) {
-        fence_async_shared();
-        const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
-        if (assume_single_lane()) {
-          store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
-          store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
-          bulk_commit();
-        }
-      }
-      __syncwarp();
+      store_dkdv<kBuffer>(params, smem, work, it, lane, 1);
     }
+  }
+
+  // Stores dv or dk of a batch entry when the consumers have written it to the buffer.
+  template <int kBuffer>
+  static __device__ __forceinline__ void store_dkdv(const KernelParams& params, SharedStorage& smem,
+                                                    const WorkTile& work, const Iterator& it, int32_t lane, int entry) {
+    named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
+    if (lane == 0) {
+      fence_async_shared();
+      const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
+      if (assume_single_lane()) {
+        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
+        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
+        bulk_commit();
+      }
+    }
+    __syncwarp();
   }
 
   // Called by a store warp: offers its buffer to the consumers when TMA has read what was in it.
@@ -259,8 +269,7 @@ struct StoreWarps {
     constexpr bool kEntries = Traits::kBatchEntries > 1;  // each warpgroup has dq of one; TMA drops it past the last
     const int32_t row = it.query_block() * kBlockM + (kEntries ? 0 : warpgroup / Traits::kDqColumnTiles * 64);
     if (row >= work.sequence.seqlen_q) return;
-    DqRows rows = dq_rows(params, work, it.head(), row);
-    if (kEntries) rows.slab += warpgroup * params.attention.heads;
+    const DqRows rows = dq_rows(params, work, it.head() + (kEntries ? warpgroup * params.attention.heads : 0), row);
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       add_dq_box(params, boxes[box], warpgroup % Traits::kDqColumnTiles * 64 + box * 32, rows, stores);

@@ -1,4 +1,5 @@
-// A key mask beside a bias: one bool per key of a batch entry.
+// A key mask beside a bias: one bool per key of a batch entry. Each consumer thread keeps bits of its keys in shared
+// memory, because the main loop has no register left for them.
 #pragma once
 
 #include "kernel_params.h"
@@ -9,11 +10,11 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 struct KeyMask {
   // Called by the consumers when k and v of a work tile have arrived. Zeroes the rows that the mask hides, so that NaN
-  // in them reaches no product, and returns which of this thread's keys are hidden: of batch entry m bit 2 m for the
-  // first key, bit 2 m + 1 for the key 8 rows after it. An entry past the end of the batch has no visible keys, and TMA
-  // has loaded zeros for it. `c` is the consumer warpgroup (Mainloop).
+  // in them reaches no product, and sets the thread's bits: of batch entry m bit 2 m for its first key, bit 2 m + 1 for
+  // the key 8 rows after it. An entry past the end of the batch has no visible keys, and TMA has loaded zeros for it.
+  // `c` is the consumer warpgroup (Mainloop).
   template <typename Consumer>
-  static __device__ __forceinline__ uint32_t apply(const Consumer& c) {
+  static __device__ __forceinline__ void apply(const Consumer& c) {
     const AttentionBackwardParams& p = c.params.attention;
     uint32_t hidden = 0;
     if (p.key_mask.data != nullptr) {
@@ -25,7 +26,18 @@ struct KeyMask {
       named_barrier_sync(kConsumersBarrier, kConsumerThreads);
     }
     if (Traits::kBatchEntries > 1 && c.work.batch + 1 >= p.batch) hidden |= 0b1100;
-    return hidden;
+    c.smem.hidden_keys[threadIdx.x - kWarpgroupThreads] = static_cast<uint8_t>(hidden);
+  }
+
+  // S of hidden keys becomes P = 0.
+  template <typename Consumer>
+  static __device__ __forceinline__ void hide(const Consumer& c, typename Consumer::Scores& p) {
+    const uint32_t hidden = c.smem.hidden_keys[threadIdx.x - kWarpgroupThreads];
+    if (hidden == 0) return;
+#pragma unroll
+    for (int m = 0; m < Traits::kMmaTiles; ++m) {
+      keep_visible(p[m], [&](int half) { return hidden >> (2 * m + half) & 1 ? 0u : ~0u; });
+    }
   }
 
  private:

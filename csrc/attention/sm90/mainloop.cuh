@@ -6,7 +6,6 @@
 
 #include "dq_accumulate.cuh"
 #include "kernel_params.h"
-#include "key_mask.cuh"
 #include "score_mod/score_mod.cuh"
 #include "tile_mask.cuh"
 #include "traits.cuh"
@@ -48,14 +47,12 @@ struct Mainloop {
   uint32_t& last_add_phases;  // a phase bit for each buffer of dq, flipped by each last add
   typename TileMask<Traits>::Iterator it = TileMask<Traits>::first_iteration(smem, work);
   TileMask<Traits> tile_mask{work};
-  int32_t last_index = it.end - 1;
+  int32_t last_index_ = it.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
   float scale_log2 = params.attention.softmax_scale * kLog2E;
   float delta_factor = Traits::kDrops && !kBias ? 1.f / params.features.dropout_scale : 1.f;  // DroppedScores
-
-  uint32_t hidden_keys = 0;  // by the key mask, of this thread's two: bits 0 and 1
 
   // First key and first query of this warpgroup within the tile.
   int32_t own_key = kByQueries ? 0 : warpgroup * 64, own_query = kByQueries ? warpgroup * 64 : 0;
@@ -90,7 +87,7 @@ struct Mainloop {
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
-    while (it.index < last_index) {
+    while (it.index < last_index()) {
       const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
       issue_covered_dq(p16, ds16, dq, dk, dv);
       ScoreMod::store_bias_gradient(*this, ds16);
@@ -132,6 +129,11 @@ struct Mainloop {
       fence_registers(dk[m]);
       fence_registers(dv[m]);
     }
+  }
+
+  // Read from shared memory again if batch entries share the work tile: that loop has no register left for it.
+  __device__ __forceinline__ int32_t last_index() const {
+    return Traits::kBatchEntries > 1 ? work.first_index + work.iterations - 1 : last_index_;
   }
 
   // Orders the products S: warpgroup 1 issues S of iteration i, then warpgroup 0, then warpgroup 1 that of i + 1.
@@ -267,13 +269,13 @@ struct Mainloop {
     mbarrier_wait(&smem.k_full, work.keys_phase);
     mbarrier_wait(&smem.v_full, work.keys_phase);
     const int32_t valid = work.visibility.seqlen_k - work.first_key;
-    if (!kBias && params.rows_may_be_poisoned && valid < kBlockN) {
+    if (params.rows_may_be_poisoned && valid < kBlockN) {
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.k, valid,
                                                                                             kConsumersBarrier);
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid,
                                                                                             kConsumersBarrier);
     }
-    if constexpr (kBias) hidden_keys = KeyMask<Traits>::apply(*this);
+    if constexpr (kBias) KeyMask<Traits>::apply(*this);
   }
 
   template <typename Ring>
@@ -281,8 +283,8 @@ struct Mainloop {
     const int32_t stage = Ring::stage(it.index);
     mbarrier_wait(&full[stage], Ring::phase(it.index));
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
-    // With a block mask or a bias, tensors are dense, and TMA loads zeros past their end.
-    if (!Traits::kBlockMask && !kBias && params.rows_may_be_poisoned && valid < kBlockM) {
+    // With a block mask, tensors are dense, and TMA loads zeros past their end.
+    if (!Traits::kBlockMask && params.rows_may_be_poisoned && valid < kBlockM) {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,
                                                                                               kConsumersBarrier);
     }

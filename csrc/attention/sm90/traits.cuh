@@ -125,6 +125,7 @@ struct Traits {
     DqAdd adds[kDqAdders];                               // of the store warps, if the last add writes dq
     QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
     PhiloxState philox;                                  // kernels with dropout
+    uint8_t hidden_keys[kBias ? kConsumerThreads : 1];   // by the key mask: bits of each thread's keys (KeyMask)
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {

@@ -3,6 +3,7 @@
 // dbias. If several heads or batch entries share the bias, the warps add dS from registers instead.
 #pragma once
 
+#include "../key_mask.cuh"
 #include "plain.cuh"
 
 namespace flashbwd::sm90 {
@@ -40,11 +41,7 @@ struct BiasScores : PlainScores<Traits> {
                                                 const Lse& lse) const {
     exponentiate_with_bias<typename Base::T>(s, address(c), lse, c.scale_log2);
     c.tile_mask.apply(c, s);
-    if (c.hidden_keys == 0) return;
-#pragma unroll
-    for (int m = 0; m < Base::kMmaTiles; ++m) {
-      keep_visible(s[m], [&](int half) { return c.hidden_keys >> (2 * m + half) & 1 ? 0u : ~0u; });
-    }
+    KeyMask<Traits>::hide(c, s);
   }
 
   template <typename Consumer, typename Lse, typename Delta>

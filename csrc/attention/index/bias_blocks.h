@@ -28,4 +28,19 @@ FLASHBWD_HOST_DEVICE constexpr int32_t element_of_bias_block(int32_t query, int3
   return lane * 4 + value;
 }
 
+// The work tiles that add to the same tile of a shared bias's gradient, in deterministic mode in the order of these
+// numbers: work tiles are handed out in this order for each key block.
+struct BiasSharers {
+  bool batches, heads;  // what shares the bias: batch entries, heads, or both
+  int32_t num_heads;
+
+  // `batch`: of the call, or of groups of entries that share a work tile.
+  FLASHBWD_HOST_DEVICE constexpr int32_t adds_before(int32_t batch, int32_t head) const {
+    return (batches ? batch * (heads ? num_heads : 1) : 0) + (heads ? head : 0);
+  }
+  FLASHBWD_HOST_DEVICE constexpr int32_t plane(int32_t batch, int32_t head) const {
+    return (batches ? 0 : batch * (heads ? 1 : num_heads)) + (heads ? 0 : head);
+  }
+};
+
 }  // namespace flashbwd

@@ -34,12 +34,8 @@ struct BiasGradientScratch {
   int64_t slots = 1;
   int64_t elements = 0;
   bool zeroed = false;
-  // If positive: TMA stores 16-bit tiles of these sizes, only those that contain a visible element. If 0: the scratch
-  // is dense fp32.
-  int32_t block_m = 0, block_n = 0;
 
-  bool in_tiles() const { return block_m > 0; }
-  int64_t bytes(DType dtype) const { return elements * (in_tiles() ? size_of(dtype) : sizeof(float)); }
+  int64_t bytes() const { return elements * static_cast<int64_t>(sizeof(float)); }
 };
 
 // Which dimensions of the bias are broadcast. Below, warps_s and key_groups are the slots of kKeySums and kRowSums.
@@ -81,25 +77,13 @@ inline BiasGradientScratch bias_gradient_scratch(const BiasBroadcast& broadcast,
 // TMA requires that rows start at multiples of 16 bytes: 8 elements of 16 bits.
 constexpr int64_t kTiledColumns = 8;
 
-// The same for a kernel that stores a dense 16-bit gradient with TMA: to dbias if the strides allow it, otherwise to
-// one plane per (batch, head).
+// The same for a kernel that stores tiles of a 16-bit dbias with TMA. If heads or batch entries share the bias, or if
+// its rows are not aligned, the kernel adds to blocks of fp32 sums instead.
 inline BiasGradientScratch tiled_bias_gradient_scratch(const BiasBroadcast& broadcast, int64_t batch, int64_t heads,
-                                                       int64_t seqlen_q, int64_t seqlen_k, int32_t block_m,
-                                                       int32_t block_n) {
-  BiasGradientScratch scratch;
-  scratch.mode = BiasGradientMode::kStore;
-  scratch.block_m = block_m;
-  scratch.block_n = block_n;
-  if (broadcast.batch || broadcast.head || seqlen_k % kTiledColumns != 0) {
-    scratch.elements = batch * heads * seqlen_q * round_up(seqlen_k, kTiledColumns);
-  }
-  return scratch;
-}
-
-// The same for a kernel that adds blocks of fp32 sums: a bias that is broadcast over batch or heads, or both.
-inline BiasGradientScratch block_bias_gradient_scratch(const BiasBroadcast& broadcast, int64_t batch, int64_t heads,
                                                        int64_t seqlen_q, int64_t seqlen_k) {
   BiasGradientScratch scratch;
+  scratch.mode = BiasGradientMode::kStore;
+  if (!broadcast.batch && !broadcast.head && seqlen_k % kTiledColumns == 0) return scratch;
   scratch.mode = BiasGradientMode::kAddBlocks;
   scratch.zeroed = true;
   scratch.elements =
@@ -127,8 +111,7 @@ BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGrad
 // Runs before a main kernel that stores only the (block_m, block_n) tiles with a visible element: zeroes the other
 // tiles. Returns null or a message.
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& gradient,
-                                      const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
-                                      void* stream);
+                                      int32_t block_m, int32_t block_n, void* stream);
 
 // The same for BiasGradientMode::kAddBlocks: converts the sums to dbias. Called by launch_reduce_bias_gradient.
 const char* launch_convert_bias_blocks(const AttentionBackwardParams& params, const BiasGradient& sums, void* stream);

@@ -33,13 +33,9 @@ int64_t bias_sharers(const AttentionProblem& problem) {
   return (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
 }
 
-// True if TMA can load the bias. In deterministic mode, heads that share an element have a plane of the gradient each,
-// and many of them would take too much memory.
+// True if TMA can load the bias.
 bool can_copy_bias(const AttentionProblem& problem) {
-  constexpr int64_t kMostPlanes = 64;
-  const bool dense = !problem.varlen && !problem.has_seqused;
-  const bool fits = !problem.need_dbias || !problem.deterministic || bias_sharers(problem) <= kMostPlanes;
-  return dense && problem.bias_has_rows && fits;
+  return !problem.varlen && !problem.has_seqused && problem.bias_has_rows;
 }
 
 uint32_t features_of(const AttentionProblem& problem) {
@@ -60,8 +56,7 @@ uint32_t features_of(const AttentionProblem& problem) {
 
 // Batch entries of a work tile: two if they share the bias, so that the sum of their gradients is added once.
 int32_t batch_entries_of(const AttentionProblem& problem) {
-  const bool keeps_planes = problem.need_dbias && problem.deterministic;
-  return problem.bias_broadcast_batch && problem.heads == problem.heads_kv && !keeps_planes ? 2 : 1;
+  return problem.bias_broadcast_batch && problem.heads == problem.heads_kv ? 2 : 1;
 }
 
 int tile_of(const AttentionProblem& problem) {
@@ -154,6 +149,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   kernel.zeroed = zeroed_region(problem, tile);
   kernel.has_semaphores = has_semaphores(problem);
   kernel.bias_gradient = bias_gradient_of(problem, tile);
+  kernel.orders_bias_adds = orders_bias_adds(problem, tile);
 
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;

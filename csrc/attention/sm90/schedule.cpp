@@ -117,6 +117,14 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
+// True if batch entries add to the same gradient of a bias, and L2 does not hold that of all heads: then the entries of
+// a head follow one another, so that memory reads and writes each sum once.
+bool shares_large_bias(const AttentionProblem& p, const Tile& tile) {
+  constexpr int64_t kBytes = 16 << 20;
+  const bool adds = copies_bias(tile) && p.need_dbias && p.bias_broadcast_batch && !p.bias_broadcast_head;
+  return adds && p.heads * p.seqlen_q * p.seqlen_k * 4 > kBytes;
+}
+
 // The distance of a staggered start; 0 for none. 4 is up to 8 % faster than 2 up to 8192 queries. In deterministic mode
 // at most two of the key blocks that run at the same time may share a start, and none may if a head has more key blocks
 // than run: then the last one of a wave fetches what the others read (prefetch_queries), so it must be ahead of them.
@@ -137,7 +145,7 @@ int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int6
   // If the preprocess must also zero the accumulator, the few CTAs of an overlapped one would be too slow.
   if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
-  if (tile.batch_entries > 1 || (is_large(tile) && (tile.features != 0 || is_full(p)))) return 0;
+  if (tile.batch_entries > 1 || s.batches_innermost || (is_large(tile) && (tile.features != 0 || is_full(p)))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);
 }
 
@@ -170,6 +178,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   const int64_t heads = p.heads_kv * s.gqa_splits;
   s.work_tiles = static_cast<int32_t>(p.varlen ? varlen_work_tiles(p.total_k, p.batch, heads, tile.block_n)
                                                : batches_of(p, tile) * heads * s.tiles_per_head);
+  s.batches_innermost = shares_large_bias(p, tile);
   s.query_blocks_apart = choose_query_blocks_apart(p, tile, workers, s);
   s.wave_size = static_cast<int32_t>(std::min<int64_t>(s.work_tiles, workers));
   if (p.deterministic && (s.mirrored_pairs || s.query_blocks_apart > 0)) {

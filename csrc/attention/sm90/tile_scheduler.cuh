@@ -51,8 +51,10 @@ __device__ __forceinline__ int32_t static_tile(const Schedule& schedule, uint32_
 
 // One key block of one KV head; a mirrored pair is two of these, one after the other. kByHeads_: heads are outermost in
 // the query loop (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a
-// block mask lists the query loop. kBatchEntries: as many consecutive batch entries share the work tile.
-template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false, int kBatchEntries = 1>
+// block mask lists the query loop. kBatchEntries: as many consecutive batch entries share the work tile. kBiased: with a
+// bias that they may share.
+template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false, int kBatchEntries = 1,
+          bool kBiased = false>
 struct WorkTile : ListedLoop<kListed_> {
   static constexpr bool kListed = kListed_;
   using Iterator = std::conditional_t<kListed, ListIterator, QueryIterator>;
@@ -112,8 +114,14 @@ struct WorkTile : ListedLoop<kListed_> {
                               schedule.tiles_per_head, schedule.heads_per_group);
     exists = tile.batch >= 0;
     if (!exists) return;
-    batch = tile.batch * kBatchEntries;
+    batch = tile.batch;
     gradient_head = tile.head;
+    if (kBiased && schedule.batches_innermost) {
+      const int32_t batches = (p.batch + kBatchEntries - 1) / kBatchEntries, number = batch * heads_kv + gradient_head;
+      batch = number % batches;
+      gradient_head = number / batches;
+    }
+    batch *= kBatchEntries;
     find_key_block(params, state, tile.key_block);
     reload_from_smem();
     head_kv = gradient_head / schedule.gqa_splits;

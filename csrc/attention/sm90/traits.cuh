@@ -100,7 +100,7 @@ struct Traits {
   static constexpr bool kLastWritesDq = kLastWritesDq_;
   static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a tile of dq is four boxes of sums");
 
-  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask, kBatchEntries>;
+  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask, kBatchEntries, kBias>;
 
   struct alignas(1024) SharedStorage {
     uint8_t k[kBatchEntries * kKeyBytes];                    // (kBlockN, kHeadDim) of each batch entry

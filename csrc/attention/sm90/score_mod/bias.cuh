@@ -3,6 +3,7 @@
 // dbias. If several heads or batch entries share the bias, the warps add dS from registers instead.
 #pragma once
 
+#include "../../../common/ordered.cuh"
 #include "../key_mask.cuh"
 #include "plain.cuh"
 
@@ -97,6 +98,8 @@ struct BiasScores : PlainScores<Traits> {
     constexpr int kBlocks = Traits::kBlockM / kBiasBlockQueries;
     const int32_t first_block = c.it.query_block() * kBlocks;
     const int32_t blocks = ceil_div(c.params.attention.seqlen_q, kBiasBlockQueries) - first_block;
+    const bool ordered = c.params.features.bias_semaphores != nullptr;
+    if (ordered) await_turn(c, key_group);
     float* const sums = static_cast<float*>(g.data) + c.work.batch * g.batch_stride + c.it.head() * g.head_stride +
                         key_group * g.col_stride + first_block * kBiasBlockElements + c.lane * 4;
 #pragma unroll
@@ -110,6 +113,39 @@ struct BiasScores : PlainScores<Traits> {
       }
       if (k < blocks) add_vector(sums + k * kBiasBlockElements, first.x, first.y, second.x, second.y);
     }
+    if (ordered) end_turn(c, key_group);
+  }
+
+  // Called by a warp: returns when the adds of earlier work tiles to its part of a tile are complete. These were handed
+  // out before this one, so the wait ends (docs/kernels/attention_sm90.md, "Why no wait lasts forever").
+  template <typename Consumer>
+  static __device__ __forceinline__ void await_turn(const Consumer& c, int32_t key_group) {
+    if (c.lane == 0) {
+      const int32_t before = sharers(c).adds_before(c.work.batch / Traits::kBatchEntries, c.it.head());
+      const int32_t* const adds = semaphore(c, key_group);
+      while (load_acquire(adds) != before) __nanosleep(32);
+    }
+    __syncwarp();
+  }
+
+  // Called by a warp: publishes its adds. The release covers those of all lanes, which the barrier puts before it.
+  template <typename Consumer>
+  static __device__ __forceinline__ void end_turn(const Consumer& c, int32_t key_group) {
+    __syncwarp();
+    if (c.lane == 0) add_release(semaphore(c, key_group), 1);
+  }
+
+  template <typename Consumer>
+  static __device__ __forceinline__ BiasSharers sharers(const Consumer& c) {
+    const BiasGradient& g = c.params.features.bias_gradient;
+    return {g.batch_stride == 0, g.head_stride == 0, c.params.attention.heads};
+  }
+  template <typename Consumer>
+  static __device__ __forceinline__ int32_t* semaphore(const Consumer& c, int32_t key_group) {
+    const uint32_t plane = sharers(c).plane(c.work.batch, c.it.head());
+    const uint32_t tile = plane * c.params.schedule.query_blocks + c.it.query_block();
+    const uint32_t groups = (static_cast<uint32_t>(c.params.attention.seqlen_k) + kBiasBlockKeys - 1) / kBiasBlockKeys;
+    return c.params.features.bias_semaphores + (tile * groups + key_group);
   }
 
   // Where the bias and dS of this iteration lie: those of the warpgroup, and those of this thread.

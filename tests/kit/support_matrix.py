@@ -21,7 +21,6 @@ WIDEST_SM90 = 256  # head dimension
 WIDEST_SM90_BIAS_GRADIENT = 192
 WIDEST_SM90_KEY_MASK = 128
 EFFICIENT32_NUMBERS = 2**32
-MOST_ORDERED_SHARERS = 64  # batch entries and heads that share a bias, of which sm90 has planes of the gradient each
 
 CAPABILITY = "it needs compute capability "
 NOT_BUILT = "this build holds no "
@@ -119,9 +118,6 @@ def _is_loaded_by_tma(arguments: dict[str, Any], need_dbias: bool) -> bool:
         return False
     of_keys = bias.shape[2] == 1 or bias.stride(2) == 0
     if of_keys and (not need_dbias or q.shape[1] > 1):  # one number per key has another kernel
-        return False
-    sharers = (q.shape[0] if bias.shape[0] != q.shape[0] else 1) * (q.shape[2] if bias.shape[1] != q.shape[2] else 1)
-    if need_dbias and arguments.get("deterministic", False) and sharers > MOST_ORDERED_SHARERS:
         return False
     whole = bias.shape[2:] == (q.shape[1], k.shape[1]) and (bias.stride(3) == 1 or k.shape[1] == 1)
     return bias.dtype == q.dtype and whole and _in_pieces_of_16_bytes(bias)

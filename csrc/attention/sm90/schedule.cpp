@@ -212,6 +212,7 @@ std::string in_words(const Schedule& s, const Tile& tile) {
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
   if (s.query_blocks_apart > 0) words += ", staggered start";
   if (s.gqa_splits > 1) words += ", query heads split over " + std::to_string(s.gqa_splits) + " CTAs";
+  if (s.batches_innermost) words += ", all batch entries of a head before the next head";
   if (s.preprocess_ctas > 0) words += ", overlapped preprocess";
   words += s.dq_order == DqOrder::kOrdered ? ", dq added in a fixed order" : ", dq added in any order";
   return words + (s.last_add_writes_dq ? ", the last add writes dq" : "");

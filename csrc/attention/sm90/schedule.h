@@ -36,7 +36,6 @@ struct Schedule {
   int32_t gqa_splits = 1;            // work tiles that share the query heads of a KV head
   int32_t tiles_per_head = 0;        // key blocks or pairs; dense inputs
   int32_t heads_per_group = 1;       // L2 swizzle: KV heads (times gqa_splits) whose work tiles are interleaved
-  bool batches_innermost = false;    // all batch entries of a head, then the next head
   int32_t key_blocks_per_group = 0;  // packed inputs: a group gets more heads until it has so many key blocks
   bool reversed = false;             // key blocks are handed out, and add to dq, from the last to the first ...
   int32_t reversed_tiles = 0;        // ... in these first work tiles
@@ -51,6 +50,9 @@ struct Schedule {
   // dq
   DqOrder dq_order = DqOrder::kUnordered;
   bool last_add_writes_dq = false;  // the last add to a dq tile writes dq, so no dq postprocess follows
+
+  // Work tiles go through all batch entries of a head, then of the next head, because these share a bias
+  bool batches_innermost = false;
 
   // SMs that run the preprocess while the others start on the first work tiles; 0: the preprocess runs before
   int32_t preprocess_ctas = 0;

@@ -107,21 +107,18 @@ struct WorkTile : ListedLoop<kListed_> {
     const auto heads_per_group = [&](int32_t blocks) {
       return at_least(schedule.heads_per_group, schedule.key_blocks_per_group / at_least(blocks, 1));
     };
-    const WorkTileIndex tile =
+    WorkTileIndex tile =
         p.cu_seqlens_k != nullptr
             ? varlen_work_tile(state.tile, p.cu_seqlens_k, p.batch, heads_kv, kBlockN, heads_per_group)
             : dense_work_tile(state.tile, (p.batch + kBatchEntries - 1) / kBatchEntries, heads_kv,
                               schedule.tiles_per_head, schedule.heads_per_group);
     exists = tile.batch >= 0;
     if (!exists) return;
-    batch = tile.batch;
-    gradient_head = tile.head;
     if (kBiased && schedule.batches_innermost) {
-      const int32_t batches = (p.batch + kBatchEntries - 1) / kBatchEntries, number = batch * heads_kv + gradient_head;
-      batch = number % batches;
-      gradient_head = number / batches;
+      tile = with_batches_innermost(tile, (p.batch + kBatchEntries - 1) / kBatchEntries, heads_kv);
     }
-    batch *= kBatchEntries;
+    batch = tile.batch * kBatchEntries;
+    gradient_head = tile.head;
     find_key_block(params, state, tile.key_block);
     reload_from_smem();
     head_kv = gradient_head / schedule.gqa_splits;

@@ -95,7 +95,10 @@ class Adds:
                 steps, consumed, stored = cta
                 if stored == len(steps):
                     able.append((cta, None))
-                if consumed < min(len(steps), stored + 2) and semaphores["bias", steps[consumed][0]] == steps[consumed][1]:
+                if (
+                    consumed < min(len(steps), stored + 2)
+                    and semaphores["bias", steps[consumed][0]] == steps[consumed][1]
+                ):
                     able.append((cta, 1))
                 if stored < consumed and semaphores["dq", steps[stored][2]] == steps[stored][3]:
                     able.append((cta, 2))
@@ -155,9 +158,7 @@ def test_work_tiles_add_to_a_tile_of_the_bias_in_the_order_in_which_they_are_han
         assert order == list(range(len(order)))
 
 
-@given(
-    CALLS.filter(lambda adds: not is_innermost_with_shared_heads(adds)), st.integers(1, 12), st.integers(0, 2**32)
-)
+@given(CALLS.filter(lambda adds: not is_innermost_with_shared_heads(adds)), st.integers(1, 12), st.integers(0, 2**32))
 @settings(max_examples=200, deadline=None)
 def test_ordered_adds_to_a_bias_and_to_dq_never_deadlock(adds: Adds, workers: int, seed: int) -> None:
     assert adds.run(workers, random.Random(seed))
@@ -181,7 +182,9 @@ def test_a_shared_bias_gradient_takes_at_most_1_5_times_its_size_in_fp32(
 ) -> None:
     shape = {**square(rows, rows), "heads": heads, "heads_kv": heads, "head_dim": head_dim, "head_dim_v": head_dim}
     sizes = [
-        plan_of(host, **shape, backend="sm90", deterministic=deterministic, **BIAS | {"need_dbias": need}).workspace.bytes
+        plan_of(
+            host, **shape, backend="sm90", deterministic=deterministic, **BIAS | {"need_dbias": need}
+        ).workspace.bytes
         for need in (False, True)
     ]
     assert 0 < sizes[1] - sizes[0] <= 1.5 * 4 * heads * rows * rows + 1024

@@ -1,18 +1,25 @@
-"""The gradient of a bias that batch entries or heads share, in the sm90 kernel: its layout and the order of its adds."""
+"""The gradient of a bias that batch entries or heads share, in the sm90 kernel: its layout and order of adds."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import inputs
+from kit.cases import Case
 from kit.host import load_host
+from support import Target, arguments_of, run, workspace_of
 from test_attention_sm90_plan import plan_of, square
+from test_triangle import compare, draw
+
+import flashbwd
 
 host = load_host()
 QUERIES, KEYS = 8, 16  # of a block
@@ -238,3 +245,83 @@ def test_batch_entries_follow_one_another_if_l2_does_not_hold_the_gradient(
     plan = plan_of(host, **shape | BIAS)
     assert plan.sm90.batches_innermost == innermost
     assert ("all batch entries of a head" in plan.schedule) == innermost
+
+
+# ---- on a GPU ----
+
+SM90 = [
+    pytest.param(("cuda", "sm90", dtype), id=f"cuda-sm90-{str(dtype).removeprefix('torch.')}", marks=pytest.mark.gpu)
+    for dtype in (torch.bfloat16, torch.float16)
+]
+ROWS = Case("rows", 37, 4, 4, 264, 264, 32, 32, bias="1hqk")
+SHARED = [
+    ROWS,
+    replace(ROWS, name="masked", key_mask="empty", causal=True),
+    replace(ROWS, name="64", head_dim=64, head_dim_v=64),
+    replace(ROWS, name="128_all", head_dim=128, head_dim_v=128, bias="11qk", key_mask="padding", batch=9),
+    replace(ROWS, name="group_causal", heads=8, heads_kv=2, causal=True, head_dim=64, head_dim_v=64, batch=9),
+    replace(ROWS, name="window", heads=4, heads_kv=2, window_size=(100, 50), head_dim=128, head_dim_v=128, batch=9),
+    replace(ROWS, name="heads", heads=40, heads_kv=40, batch=3, bias="b1qk", head_dim=96, head_dim_v=96),
+]
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_gradients_of_many_sharers_agree_with_the_oracle(case: Case, deterministic: bool, target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(replace(case, deterministic=deterministic), dtype, device)
+    x.check(*run(x, backend))
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_deterministic_gradients_repeat_bit_for_bit(case: Case, target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(replace(case, deterministic=True), dtype, device)
+    first = run(x, backend)
+    for _ in range(5):
+        again = run(x, backend)
+        for name in ("dq", "dk", "dv", "dbias"):
+            assert torch.equal(getattr(again, name), getattr(first, name)), name
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_workspace_full_of_nan_changes_nothing(deterministic: bool, target: Target) -> None:
+    device, backend, dtype = target
+    x = inputs.build(replace(ROWS, deterministic=deterministic), dtype, device)
+    with flashbwd.use_backend(backend):
+        size = flashbwd.plan_attention_backward(**arguments_of(x)).workspace_bytes
+    workspace = workspace_of(size, device)
+    x.check(*run(x, backend, workspace=workspace))
+
+
+@pytest.mark.parametrize("target", SM90)
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_of_hidden_keys_do_not_matter(value: float, head_dim: int, target: Target) -> None:
+    device, backend, dtype = target
+    case = replace(ROWS, batch=5, key_mask="empty", head_dim=head_dim, head_dim_v=head_dim)
+    x = inputs.build(case, dtype, device)
+    hidden = ~x.arguments["key_mask"]
+    changed = {name: x.arguments[name].clone() for name in ("k", "v")}
+    for tensor in changed.values():
+        tensor[hidden] = value
+    grads = run(x, backend, **changed)
+    x.check(*grads)
+    assert not grads.dk[hidden].any()
+    assert not grads.dv[hidden].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_triangle_attention_on_sm90_agrees_with_float64(masked: bool, deterministic: bool) -> None:
+    leaves, mask = draw((1, 136, 4, 136, 136), torch.bfloat16, "cuda", masked)
+    with flashbwd.use_backend("sm90"):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            compare(leaves, mask)
+        finally:
+            torch.use_deterministic_algorithms(False)

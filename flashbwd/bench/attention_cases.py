@@ -200,7 +200,7 @@ def _feature_tables() -> Iterator[AttentionCase]:
 
 ATTENTION_CASES: tuple[AttentionCase, ...] = (*_main_table(), *_grouped_table(), *_other_table(), *_feature_tables())
 
-# ---- triangle attention: N rows of N pairs share a bias; (N, heads, head dim) and the required TFLOP/s of sm90 ----------
+# ---- triangle attention: N rows share a bias; (N, heads, head dim) and the required TFLOP/s of sm90 ------------------
 
 TRIANGLES = ((256, 4, 32, 95), (384, 4, 32, 130), (768, 4, 32, 180), (512, 8, 64, 270), (384, 16, 24, 95))
 

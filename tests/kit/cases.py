@@ -319,8 +319,8 @@ def _shared_rows() -> list[Case]:
         replace(base, name="rows_heads_first", layout="bhsd", key_mask_layout="expanded"),
         replace(base, name="rows_deterministic", deterministic=True),
         replace(base, name="rows_deterministic_many", batch=66, deterministic=True, key_mask=None),
-        replace(base, name="rows_one_sign", batch=128, heads=1, heads_kv=1, softmax_scale=0.02, dlse=True, one_sign=True,
-                bias_hides_rows=False, key_mask=None),
+        replace(base, name="rows_one_sign", batch=128, heads=1, heads_kv=1, softmax_scale=0.02, dlse=True,
+                one_sign=True, bias_hides_rows=False, key_mask=None),
         replace(base, name="rows_efficient_dropout", dropout_p=0.2, rng_layout="efficient64", head_dim=64),
     ]  # fmt: skip
 

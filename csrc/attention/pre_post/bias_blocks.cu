@@ -13,7 +13,7 @@ namespace flashbwd {
 namespace {
 
 constexpr int kConvertThreads = 256;
-constexpr int32_t kColumns = 8;      // of one lane: keys of one query
+constexpr int32_t kColumns = 8;       // of one lane: keys of one query
 constexpr int32_t kWarpColumns = 32;  // a warp converts 8 queries and 32 keys, two blocks
 
 struct ConvertArguments {
@@ -67,8 +67,8 @@ const char* launch_convert_bias_blocks(const AttentionBackwardParams& p, const B
   a.heads = broadcast.head ? 1 : p.heads;
   a.seqlen_q = p.seqlen_q;
   a.seqlen_k = p.seqlen_k;
-  const int64_t warps = int64_t{a.batch} * a.heads * ceil_div(a.seqlen_q, kBiasBlockQueries) *
-                        ceil_div(a.seqlen_k, kWarpColumns);
+  const int64_t warps =
+      int64_t{a.batch} * a.heads * ceil_div(a.seqlen_q, kBiasBlockQueries) * ceil_div(a.seqlen_k, kWarpColumns);
   if (warps == 0) return nullptr;
   constexpr int64_t kMostCtas = 1 << 16;
   cudaLaunchConfig_t config = {};
@@ -76,9 +76,9 @@ const char* launch_convert_bias_blocks(const AttentionBackwardParams& p, const B
   config.blockDim = dim3(kConvertThreads);
   config.stream = static_cast<cudaStream_t>(stream);
   const bool vectors = has_vector_rows(a.dbias, kColumns);
-  const cudaError_t error =
-      p.dtype == DType::kBFloat16 ? launch_kernel(config, convert_bias_blocks_kernel<__nv_bfloat16>, a, vectors)
-                                  : launch_kernel(config, convert_bias_blocks_kernel<__half>, a, vectors);
+  const cudaError_t error = p.dtype == DType::kBFloat16
+                                ? launch_kernel(config, convert_bias_blocks_kernel<__nv_bfloat16>, a, vectors)
+                                : launch_kernel(config, convert_bias_blocks_kernel<__half>, a, vectors);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

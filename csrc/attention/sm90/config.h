@@ -45,9 +45,9 @@ struct Tile {
   int32_t block_n;     // keys of a work tile
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;         // per cluster; each has an equal share of the keys
-  bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, not half of the keys
-  uint32_t features = 0;    // that the kernel can compute
+  int32_t ctas = 1;           // per cluster; each has an equal share of the keys
+  bool by_queries = false;    // a consumer warpgroup has half of the queries and all keys, not half of the keys
+  uint32_t features = 0;      // that the kernel can compute
   int32_t batch_entries = 1;  // of a work tile, which share a bias: the sum of their gradients is added once
 };
 

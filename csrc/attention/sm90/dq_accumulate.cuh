@@ -252,8 +252,8 @@ struct StoreWarps {
   }
 
   static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*atoms)[64 * 32],
-                                                    const KernelParams& params, const WorkTile& work,
-                                                    int32_t part_row, int32_t entry) {
+                                                    const KernelParams& params, const WorkTile& work, int32_t part_row,
+                                                    int32_t entry) {
     const int32_t row = work.first_key + part_row;
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;

@@ -63,8 +63,7 @@ struct Epilogue {
   static constexpr int kHeadDim = Traits::kHeadDim;
 
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const WorkTile& work,
-                               int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2],
-                               int32_t entry) {
+                               int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int32_t entry) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
     if constexpr (Traits::kDrops) {

@@ -60,9 +60,9 @@ struct Mainloop {
   // Operands of this warpgroup: its rows of k and v, and the columns of k for its columns of dq.
   uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
   uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
-  uint32_t k_columns =
-      smem_address(smem.k) + (Traits::kBatchEntries > 1 ? warpgroup * Traits::kKeyBytes
-                                                        : warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64));
+  uint32_t k_columns = smem_address(smem.k) + (Traits::kBatchEntries > 1
+                                                   ? warpgroup * Traits::kKeyBytes
+                                                   : warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64));
   uint32_t ds_rows = warpgroup / Traits::kDqColumnTiles * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
   uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)] = {}, v_operand[4 * std::max(Traits::kValueSteps, 1)] = {};
 
@@ -197,8 +197,7 @@ struct Mainloop {
   __device__ __forceinline__ void multiply_rows(Operand& a, KeyAccumulators& gradient, uint32_t queries) {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
-      product<T, true, QueryRows>(gradient[m], a[m],
-                                  queries + m * Traits::kTileQueryBytes + own_query * kRowBytes);
+      product<T, true, QueryRows>(gradient[m], a[m], queries + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 

@@ -127,8 +127,8 @@ std::string slower(const AttentionProblem& problem) {
   }
   // Not measured yet: a bias that more batch entries and heads share, and key masks.
   constexpr int64_t kMostSharers = 64;
-  if (problem.has_key_mask || (copies_bias(kTiles[tile_of(problem)]) && problem.need_dbias &&
-                               bias_sharers(problem) > kMostSharers)) {
+  if (problem.has_key_mask ||
+      (copies_bias(kTiles[tile_of(problem)]) && problem.need_dbias && bias_sharers(problem) > kMostSharers)) {
     return "sm80 takes key_mask, and the gradient of an attn_bias that more than 64 batch entries and heads share";
   }
   if (head_dim > 128 || kTiles[tile_of(problem)].features != feature::kAny) return "";

@@ -66,13 +66,13 @@ struct Producer {
   }
 
   static __device__ __forceinline__ void load_k(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kAtoms, Traits::kKeyAtomBytes, kBatchEntries>(&params.maps.k, &smem.k_full, smem.k, key_row(work), work.head_kv,
-                                                     batch_k(params, work), 0);
+    load_tile<Traits::kAtoms, Traits::kKeyAtomBytes, kBatchEntries>(&params.maps.k, &smem.k_full, smem.k, key_row(work),
+                                                                    work.head_kv, batch_k(params, work), 0);
   }
 
   static __device__ __forceinline__ void load_v(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kAtomsV, Traits::kKeyAtomBytes, kBatchEntries>(&params.maps.v, &smem.v_full, smem.v, key_row(work), work.head_kv,
-                                                      batch_k(params, work), 0);
+    load_tile<Traits::kAtomsV, Traits::kKeyAtomBytes, kBatchEntries>(
+        &params.maps.v, &smem.v_full, smem.v, key_row(work), work.head_kv, batch_k(params, work), 0);
   }
 
   // One thread: loads q, dout, lse and delta of a work tile. `after_first_q` is called when k and v may follow.
@@ -117,8 +117,8 @@ struct Producer {
     }
   }
 
-  // Loads lse or delta of an iteration. `source`: of the first batch entry. A second entry past the end of the batch gets
-  // the numbers of the first one.
+  // Loads lse or delta of an iteration. `source`: of the first batch entry. A second entry past the end of the batch
+  // gets the numbers of the first one.
   static __device__ __forceinline__ void load_row_values(const KernelParams& params, const WorkTile& work,
                                                          float* destination, const float* source, uint64_t* barrier) {
     bulk_load(destination, source, Traits::kRowValueBytes, barrier);

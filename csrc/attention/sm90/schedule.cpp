@@ -142,8 +142,10 @@ int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, i
 // full masks of large head dimensions, CTAs that start late would make one more wave.
 int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
   constexpr int64_t kBytes = 32 << 20;
-  // If the preprocess must also zero the accumulator, the few CTAs of an overlapped one would be too slow.
+  // If the preprocess must also zero the accumulator or a large bias gradient, the few CTAs of an overlapped one would
+  // be too slow.
   if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
+  if (bias_gradient_of(p, tile).elements * static_cast<int64_t>(sizeof(float)) > kBytes) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
   if (tile.batch_entries > 1 || s.batches_innermost || (is_large(tile) && (tile.features != 0 || is_full(p)))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);

@@ -57,8 +57,8 @@ struct Traits {
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
-  // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries. Its MMA tiles are 64 keys each,
-  // or one tile per batch entry.
+  // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries. Its MMA tiles are 64 keys
+  // each, or one tile per batch entry.
   static constexpr bool kByQueries = kTile.by_queries;
   static constexpr int kMmaTiles = kByQueries ? kBlockN / 64 : kBatchEntries;
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
@@ -73,7 +73,8 @@ struct Traits {
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
-  static_assert(kColumns / 64 * kDqColumnTiles == kConsumerWarpgroups, "each warpgroup computes 64 x 64 elements of dq");
+  static_assert(kColumns / 64 * kDqColumnTiles == kConsumerWarpgroups,
+                "each warpgroup computes 64 x 64 elements of dq");
   static_assert(kBatchEntries == 1 || (kBatchEntries == 2 && kBlockM == 64 && kBias && !kDrops),
                 "each warpgroup computes dq of one batch entry, and sums of dS");
 
@@ -84,7 +85,7 @@ struct Traits {
   // 64 keys).
   static constexpr int kDsAtomBytes = (kBias ? kColumns : kBlockN) * kAtomRowBytes;
   static constexpr int kDsAtoms = (kBias ? kBlockN : kBlockM) / 64;
-  static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;      // per batch entry, as the next two
+  static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;  // per batch entry, as the next two
   static constexpr int kQueryBytes = kAtoms * kQueryAtomBytes;
   static constexpr int kRowValueBytes = kBlockM * 4;
   // From the operands of an MMA tile to those of the next one, and from its keys to those of the next.
@@ -107,8 +108,8 @@ struct Traits {
     uint8_t v[kBatchEntries * kKeyBytes];                    // (kBlockN, kHeadDim)
     uint8_t q[kStages][kBatchEntries * kQueryBytes];         // (kBlockM, kHeadDim)
     uint8_t dout[kDoutStages][kBatchEntries * kQueryBytes];  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];        // before dS, the bias of the same iteration
-    float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
+    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias of the same iteration
+    float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];    // 64 x 64 per warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kColumns];
     alignas(128) float delta[kDoutStages][kColumns];
     WorkTile work[2];  // this work tile and the next

@@ -223,7 +223,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("builds", nargs="+", metavar="NAME=PATH")
-    suites = ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short")
+    suites = ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short", "triangle")
     parser.add_argument("--suite", default="attention", choices=suites)
     parser.add_argument("--cases", default="", metavar="TEXT", help="only cases whose name contains this")
     parser.add_argument("--peer", default="flashbwd sm90", help="the peer of this library to time, by its exact name")

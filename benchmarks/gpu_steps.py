@@ -270,7 +270,7 @@ def fuzz_steps(plan: Plan) -> Iterator[Step]:
 
 
 def bench_steps(plan: Plan) -> Iterator[Step]:
-    for suite in ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short"):
+    for suite in ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short", "triangle"):
         command = [sys.executable, "-m", "flashbwd", "bench", "--suite", suite, "--out", str(plan.out / "results")]
         yield Step("bench", suite, command + ["--resume"] + (["--quick"] if plan.quick else []), by_bench)
 

@@ -17,7 +17,10 @@ from flashbwd.bench import bug_report, machine, report, results, runner, suites
 from flashbwd.bench.energy import EnergyError
 from flashbwd.bench.measure import Settings
 
-SUITES = ("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short", "scale", "all")
+SUITES = (
+    *("attention", "attention_features", "layer_norm", "decoding", "block", "flex", "short", "triangle"),
+    *("scale", "all"),
+)
 STOPPED_EARLY = 3  # exit status of an unfinished `bench`
 PAUSE_MS, SUSTAINED_MS = 50.0, 500.0  # on a GPU: pause before a short slot; length of a slot with a settled clock
 

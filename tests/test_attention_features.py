@@ -81,7 +81,9 @@ def test_gradients_of_unused_rows_and_keys_are_exactly_zero(case: cases.Case, ta
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", [*cases.with_prefix("bias_", "varlen_bias"), cases.BY_NAME["dense_seqused"]], ids=str)
+@pytest.mark.parametrize(
+    "case", [*cases.with_prefix("bias_", "varlen_bias", "rows_"), cases.BY_NAME["dense_seqused"]], ids=str
+)
 def test_dq_dk_and_dv_are_right_without_the_gradient_of_the_bias(
     case: cases.Case, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:

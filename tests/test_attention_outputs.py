@@ -20,6 +20,7 @@ CASES = cases.named(
     "seqlen_0x5",
     "seqlen_5x0",
     "dense_seqused",
+    "rows_batch_3",
 )
 
 

@@ -604,5 +604,6 @@ def test_gpu_run_measures_every_suite(steps):
         "block",
         "flex",
         "short",
+        "triangle",
     ]
     assert all({"--quick", "--resume"} <= set(step.command) for step in suites)

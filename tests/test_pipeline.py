@@ -35,6 +35,11 @@ MAIN = {
     "128": Main(early_dv=True, orders_scores=True, early_iterations=2),
     "128, not early": Main(early_dv=True, orders_scores=True),
 }
+BIAS = {
+    "32, two batch entries": Main(batch_entries=2),
+    "64, bias": MAIN["64"],
+    "128, bias": MAIN["128"],
+}
 LAST_WRITES = ["64", "128", "128, not early"]
 Bands = list[tuple[int, int]]
 BANDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=6)
@@ -131,6 +136,21 @@ def test_ctas_end_and_add_completely(
     check_adds(grid)
 
 
+@pytest.mark.parametrize("name", BIAS)
+@settings(max_examples=15)
+@given(BANDS, st.integers(1, 3), st.booleans(), st.booleans(), st.booleans(), RANDOM)
+def test_ctas_that_share_a_bias_end_and_add_completely(
+    name: str, bands: Bands, ctas: int, ordered: bool, orders_bias: bool, tma_dkdv: bool, rng: random.Random
+) -> None:
+    tiles = tiles_of(bands)
+    grid = Grid(tiles, ascending(tiles) if ordered else None, ctas)
+    assert ends(replace(BIAS[name], orders_bias=orders_bias, tma_dkdv=tma_dkdv), grid, rng)
+    check_adds(grid)
+    for (block, _), numbers in grid.bias_adds.items():
+        assert numbers == [n for n, tile in enumerate(tiles) if block in tile]
+    assert not orders_bias or len(grid.bias_adds) == 2 * len({block for tile in tiles for block in tile})
+
+
 @pytest.mark.parametrize("name", LAST_WRITES)
 @settings(max_examples=15)
 @given(BANDS, st.integers(1, 3), st.booleans(), st.booleans(), st.booleans(), st.booleans(), RANDOM)
@@ -177,6 +197,15 @@ def test_the_simulation_finds_the_deadlock_of_a_staggered_start_from_a_counter()
 
 def test_the_simulation_finds_the_deadlock_of_adds_that_are_published_too_late() -> None:
     assert not ends(replace(PAIR_256, publishes_late=True), ring(4), random.Random(0))
+
+
+def test_the_simulation_finds_the_deadlock_of_bias_adds_that_are_published_too_late() -> None:
+    """A CTA that publishes an add before its next one never publishes the last add, for which another CTA waits."""
+    faulty = replace(BIAS["64, bias"], orders_bias=True, bias_published_late=True)
+    assert not ends(faulty, Grid([(0, 1), (0, 1)], None, 2, static=True), random.Random(0))
+    assert ends(
+        replace(faulty, bias_published_late=False), Grid([(0, 1), (0, 1)], None, 2, static=True), random.Random(0)
+    )
 
 
 def test_the_simulation_finds_the_deadlock_of_consumers_that_zero_rows_after_they_wait_for_scores() -> None:

@@ -64,6 +64,8 @@ ATTENTION = [
         "bias_1hqk",
         "bias_bhq1",
         "key_mask_bias_shared_odd",
+        "rows_batch_3",
+        "rows_window",
         "key_mask_wide_all",
         "wide_bias",
         "wide_varlen",

@@ -228,6 +228,14 @@ __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy
 // Orders normal accesses to global memory and those of TMA.
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// Adds four adjacent numbers in global memory, whose address is a multiple of 16 bytes, in no particular order. The
+// thread does not wait for the add.
+__device__ __forceinline__ void add_vector(float* sums, float x, float y, float z, float w) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(sums)),
+               "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
 // ---- Named barriers of `threads` threads; barrier 0 is __syncthreads. ----
 
 __device__ __forceinline__ void named_barrier_sync(uint32_t barrier, uint32_t threads) {

@@ -200,6 +200,17 @@ def _feature_tables() -> Iterator[AttentionCase]:
 
 ATTENTION_CASES: tuple[AttentionCase, ...] = (*_main_table(), *_grouped_table(), *_other_table(), *_feature_tables())
 
+# ---- triangle attention: N rows share a bias; (N, heads, head dim) and the required TFLOP/s of sm90 ------------------
+
+TRIANGLES = ((256, 4, 32, 95), (384, 4, 32, 130), (768, 4, 32, 180), (512, 8, 64, 270), (384, 16, 24, 95))
+
+TRIANGLE_CASES: tuple[AttentionCase, ...] = tuple(
+    AttentionCase(
+        "triangle", n, n, heads, heads, dim, dim, bias_batch=1, deterministic=True, bars=(Bar(SM90, "TFLOP/s", bar),)
+    )
+    for n, heads, dim, bar in TRIANGLES
+)
+
 # ---- machines without a GPU ----------------------------------------------------------------------
 
 _CPU = AttentionCase("cpu", 1, 4096, 8, 8, 64, 64, dtype="fp32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashbwd.bench.attention_cases import ATTENTION_CASES, CPU_ATTENTION_CASES
+from flashbwd.bench.attention_cases import ATTENTION_CASES, CPU_ATTENTION_CASES, TRIANGLE_CASES
 from flashbwd.bench.cases import (
     ANY_PEER,
     BLOCK,
@@ -199,8 +199,9 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
     blocks: tuple[Case, ...] = BLOCK_CASES if device == "cuda" else ()
     flex: tuple[Case, ...] = FLEX_CASES if device == "cuda" else ()
     short: tuple[Case, ...] = SHORT_CASES if device == "cuda" else ()
+    triangle: tuple[Case, ...] = TRIANGLE_CASES if device == "cuda" else ()
     if quick:
-        short = short[:3]
+        short, triangle = short[:3], triangle[:2]
         flex = tuple(case for case in FLEX_CASES if case in flex and case.seqlen == 4096)
         decoding = (*decoding[:3], *decoding[len(DECODING_CASES) :][:1])
         blocks = tuple(case for case in blocks if isinstance(case, BlockCase) and case.width < 4096)
@@ -215,6 +216,7 @@ def suite(name: str, device: str, quick: bool = False) -> tuple[Case, ...]:
         "block": blocks,
         "flex": flex,
         "short": short,
+        "triangle": triangle,
     }
     return sum(chosen.values(), ()) if name == "all" else chosen[name]
 

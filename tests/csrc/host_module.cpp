@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "../../csrc/attention/index/bias_blocks.h"
 #include "../../csrc/attention/index/dq_layout.h"
 #include "../../csrc/attention/index/dq_order.h"
 #include "../../csrc/attention/index/list_iterator.h"
@@ -399,7 +400,22 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("fetches_early", &Schedule::fetches_early)
       .def_readonly("dq_order", &Schedule::dq_order)
       .def_readonly("last_add_writes_dq", &Schedule::last_add_writes_dq)
+      .def_readonly("batches_innermost", &Schedule::batches_innermost)
       .def_readonly("preprocess_ctas", &Schedule::preprocess_ctas);
+}
+
+void bind_bias_blocks(py::module_& m) {
+  py::class_<BiasSharers>(m, "BiasSharers")
+      .def(py::init([](bool batches, bool heads, int32_t num_heads) { return BiasSharers{batches, heads, num_heads}; }))
+      .def("adds_before", &BiasSharers::adds_before)
+      .def("plane", &BiasSharers::plane);
+  m.def("element_of_bias_block", &element_of_bias_block);
+  m.def("bias_key_group_elements", &bias_key_group_elements);
+  m.def("bias_plane_elements", &bias_plane_elements);
+  m.def("with_batches_innermost", [](std::tuple<int32_t, int32_t, int32_t> tile, int32_t batches, int32_t heads) {
+    const auto [batch, head, key_block] = tile;
+    return triple_of(with_batches_innermost({batch, head, key_block}, batches, heads));
+  });
 }
 
 void bind_layer_norm(py::module_& m) {
@@ -475,6 +491,7 @@ PYBIND11_MODULE(flashbwd_host_tests, m) {
   flashbwd::bind_plan(m);
   flashbwd::bind_visibility(m);
   flashbwd::bind_order(m);
+  flashbwd::bind_bias_blocks(m);
   flashbwd::bind_layer_norm(m);
   flashbwd::bind_decoding(m);
 }

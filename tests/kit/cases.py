@@ -298,6 +298,33 @@ def _score_features() -> list[Case]:
     return cases
 
 
+def _shared_rows() -> list[Case]:
+    """Batch entries that share a bias, as in triangle attention: sm90 takes two of them per work tile up to D 32."""
+    base = Case("base", 3, 2, 2, 136, 136, 32, 32, bias="1hqk", bias_hides_rows=True, key_mask="empty")
+    lengths = [(1, 8), (63, 64), (64, 72), (65, 64), (127, 128), (128, 136), (129, 256), (257, 264), (0, 8), (8, 0)]
+    cases = [replace(base, name=f"rows_{q}x{k}", seqlen_q=q, seqlen_k=k) for q, k in lengths]
+    cases += [replace(base, name=f"rows_batch_{b}", batch=b, key_mask=None) for b in (2, 3, 5, 66)]
+    cases += [replace(base, name=f"rows_head_dim_{d}", head_dim=d, head_dim_v=d) for d in (8, 16, 24, 64, 96, 128)]
+    return [
+        *cases,
+        replace(base, name="rows_unequal_head_dims", head_dim=16, head_dim_v=24, heads=3, heads_kv=3),
+        replace(base, name="rows_all_shared", bias="11qk", batch=4),
+        replace(base, name="rows_heads_shared", bias="b1qk", key_mask="padding"),
+        replace(base, name="rows_group", heads=4, heads_kv=2),
+        replace(base, name="rows_causal", causal=True, seqlen_q=200, seqlen_k=264),
+        replace(base, name="rows_top_left", causal="top_left", seqlen_k=72, key_mask="padding"),
+        replace(base, name="rows_window", window_size=(30, 20), seqlen_q=300, seqlen_k=304),
+        replace(base, name="rows_sink_dlse", sink="finite", dlse=True, empty_lse=float("-inf")),
+        replace(base, name="rows_packed_qkv", layout="packed_qkv", key_mask_layout="strided"),
+        replace(base, name="rows_heads_first", layout="bhsd", key_mask_layout="expanded"),
+        replace(base, name="rows_deterministic", deterministic=True),
+        replace(base, name="rows_deterministic_many", batch=66, deterministic=True, key_mask=None),
+        replace(base, name="rows_one_sign", batch=128, heads=1, heads_kv=1, softmax_scale=0.02, dlse=True,
+                one_sign=True, bias_hides_rows=False, key_mask=None),
+        replace(base, name="rows_efficient_dropout", dropout_p=0.2, rng_layout="efficient64", head_dim=64),
+    ]  # fmt: skip
+
+
 def _dropout() -> list[Case]:
     cases = []
     for layout in RNG_LAYOUTS:
@@ -425,6 +452,7 @@ CASES: tuple[Case, ...] = tuple(
     + _heads()
     + _masks()
     + _score_features()
+    + _shared_rows()
     + _dropout()
     + _key_masks()
     + _varlens()

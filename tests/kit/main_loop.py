@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from kit.barriers import AtLeast, Barrier, NamedBarrier, Role, Wait
+from kit.barriers import AtLeast, Barrier, NamedBarrier, Role, Semaphore, Wait
 from kit.cta import ADDERS, Add, Cta, Grid, WorkTile, ring, stage
 
 CONSUMERS = 2
@@ -33,6 +33,9 @@ class Config:
     early_iterations: int = 0  # before its last one, the loader wants the next work tile
     poisoned: bool = False  # the consumers zero rows of every tile
     ds_buffers: int = 2
+    batch_entries: int = 1  # of a work tile, each with dk and dv
+    orders_bias: bool = False  # all work tiles add to the gradient of a bias, in the order of their numbers
+    bias_published_late: bool = False  # fault: a consumer publishes its adds after it has waited for the next ones
     zeros_after_signal: bool = False  # fault: a consumer waits for q, and zeroes it, after its wait for S
 
 
@@ -54,6 +57,7 @@ class MainLoopCta(Cta):
         self.ds_readers: list[set[int]] = [set() for _ in range(c.ds_buffers)]
         self.ds_written: set[tuple[int, int]] = set()  # (iteration, consumer)
         self.last_adds: set[int] = set()  # the iterations whose add writes dq
+        self.late_bias: list[Semaphore | None] = [None] * CONSUMERS  # of a planted fault
 
     def roles(self) -> list[Role]:
         stores = [self.store_dq(buffer) for buffer in range(ADDERS)]
@@ -123,9 +127,11 @@ class MainLoopCta(Cta):
                     yield from self.begin_add(add, work, query_block)
                 yield self.busy, 0
             if self.config.tma_dkdv:
-                self.offer(buffer)
-                self.finish_add(add)
-                yield from self.dq_full[buffer].sync(me)
+                for entry in range(self.config.batch_entries):
+                    self.offer(buffer)
+                    if entry == 0:
+                        self.finish_add(add)
+                    yield from self.dq_full[buffer].sync(me)
             else:
                 self.finish_add(add)
 
@@ -187,6 +193,7 @@ class MainLoopCta(Cta):
         yield from self.score_gradients(work.first_index, me)
         for index in range(work.first_index, last):
             yield from self.issue_dq(index, me)
+            yield from self.add_bias(work, index, me)
             if not self.config.zeros_after_signal:
                 yield from self.wait_q(index + 1, me)
             if self.config.orders_scores:
@@ -208,6 +215,7 @@ class MainLoopCta(Cta):
             yield from self.score_gradients(index + 1, me)
         self.v_empty.arrive()
         yield from self.issue_dq(last, me)
+        yield from self.add_bias(work, last, me)
         yield from self.wait_buffer(last, me, phases)
         self.dq_is_done(last, me)
         self.release(last)
@@ -248,6 +256,24 @@ class MainLoopCta(Cta):
         self.ds_readers[index % self.config.ds_buffers].add(me)
         yield self.busy, 0
 
+    def add_bias(self, work: WorkTile, index: int, me: int) -> Role:
+        """Add dS of an iteration to the gradient of a shared bias, when the work tiles before have added theirs."""
+        if not self.config.orders_bias:
+            return
+        query_block = work.queries[index - work.first_index]
+        semaphore = self.grid.bias_semaphores.setdefault((query_block, me), Semaphore())
+        before = sum(query_block in queries for queries in self.grid.tiles[: work.number])
+        if self.config.bias_published_late and self.late_bias[me] is not None:
+            yield semaphore, before
+            self.late_bias[me].value += 1  # type: ignore[union-attr]
+        yield semaphore, before
+        self.grid.bias_adds.setdefault((query_block, me), []).append(work.number)
+        yield self.busy, 0
+        if self.config.bias_published_late:
+            self.late_bias[me] = semaphore
+        else:
+            semaphore.value += 1
+
     def dq_is_done(self, index: int, me: int) -> None:
         self.ds_readers[index % self.config.ds_buffers].discard(me)
 
@@ -277,7 +303,7 @@ class MainLoopCta(Cta):
             yield from self.consumers.sync(me)
         end = work.first_index + len(work.queries)
         if self.config.tma_dkdv:
-            for index in (end, end + 1):
+            for index in (end, end + 1) * self.config.batch_entries:
                 yield from self.dq_empty[index % ADDERS][me].sync(me)
                 self.dq_full[index % ADDERS].arrive(me)
         elif self.config.by_queries:

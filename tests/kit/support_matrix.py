@@ -19,13 +19,14 @@ Capability = tuple[int, int]
 COPIED = ("q", "k", "v", "out", "dout")  # the sm90 kernels load these in units of 16 bytes
 WIDEST_SM90 = 256  # head dimension
 WIDEST_SM90_BIAS_GRADIENT = 192
+WIDEST_SM90_KEY_MASK = 128
 EFFICIENT32_NUMBERS = 2**32
 
 CAPABILITY = "it needs compute capability "
 NOT_BUILT = "this build holds no "
 DTYPE = "it takes float16"
 EMPTY = "nothing to launch for an empty batch"
-KEY_MASK = "it does not take key_mask"
+KEY_MASK = "it takes key_mask only beside an attn_bias that TMA can load"
 SOFTCAP_AND_BIAS_GRADIENT = "it does not compute the gradient of attn_bias together with softcap"
 WIDE_BIAS_GRADIENT = "it does not take the gradient of attn_bias at head dimensions above 192"
 HEAD_DIMENSION = "it has no tile with these features for head dimensions"
@@ -84,7 +85,7 @@ def declared_refusals(
             reasons.append(SOFTCAP_AND_BIAS_GRADIENT)
         if widest > WIDEST_SM90_BIAS_GRADIENT:
             reasons.append(WIDE_BIAS_GRADIENT)
-    if arguments.get("key_mask") is not None:
+    if arguments.get("key_mask") is not None and not _takes_key_mask(arguments, widest, need_dbias):
         reasons.append(KEY_MASK)
     if not all(_in_pieces_of_16_bytes(arguments[name]) for name in COPIED):
         reasons.append(ALIGNMENT)
@@ -98,6 +99,28 @@ def _in_pieces_of_16_bytes(x: Tensor) -> bool:
         x = x.contiguous()  # as the operator does for an expanded dout
     strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
     return all(place % 16 == 0 for place in [x.data_ptr(), *(stride * x.element_size() for stride in strides)])
+
+
+def _takes_key_mask(arguments: dict[str, Any], widest: int, need_dbias: bool) -> bool:
+    """Whether sm90 takes a key mask: beside a bias that TMA can load, with no feature but "efficient" dropout."""
+    if arguments.get("attn_bias") is None or widest > WIDEST_SM90_KEY_MASK:
+        return False
+    if arguments.get("softcap", 0.0) > 0 or arguments.get("alibi_slopes") is not None:
+        return False
+    if arguments.get("dropout_p", 0.0) > 0 and arguments["rng_state"][2] == "flash":
+        return False
+    return _is_loaded_by_tma(arguments, need_dbias)
+
+
+def _is_loaded_by_tma(arguments: dict[str, Any], need_dbias: bool) -> bool:
+    bias, q, k = (arguments[name] for name in ("attn_bias", "q", "k"))
+    if any(arguments.get(name) is not None for name in ("cu_seqlens_q", "seqused_q", "seqused_k")):
+        return False
+    of_keys = bias.shape[2] == 1 or bias.stride(2) == 0
+    if of_keys and (not need_dbias or q.shape[1] > 1):  # one number per key has another kernel
+        return False
+    whole = bias.shape[2:] == (q.shape[1], k.shape[1]) and (bias.stride(3) == 1 or k.shape[1] == 1)
+    return bias.dtype == q.dtype and whole and _in_pieces_of_16_bytes(bias)
 
 
 def _numbers_of_dropout(arguments: dict[str, Any]) -> int:

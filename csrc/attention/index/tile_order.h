@@ -50,6 +50,14 @@ FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_
   return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
 }
 
+// The batch entry and head of a dense work tile if all entries of a head follow one another, instead of all heads of an
+// entry (Schedule::batches_innermost in sm90/schedule.h).
+FLASHBWD_HOST_DEVICE constexpr WorkTileIndex with_batches_innermost(const WorkTileIndex& tile, int32_t batches,
+                                                                    int32_t heads) {
+  const int32_t number = tile.batch * heads + tile.head;
+  return {number % batches, number / batches, tile.key_block};
+}
+
 // Packed inputs need no table of block counts: sequence b owns the block numbers [first_block(b), first_block(b + 1)).
 // floor(x + y) >= floor(x) + floor(y), so these are at least ceil(length / block_n) numbers, and at most one more,
 // which has nothing to do.

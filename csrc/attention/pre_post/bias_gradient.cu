@@ -28,8 +28,6 @@ struct ReduceArguments {
   Extents summed;  // 1 if the main kernel has already summed this dimension, or if the bias is not broadcast over it
   BiasView dbias;
   Extents out;
-  Visibility visibility;             // of a tiled source
-  int32_t block_m = 0, block_n = 0;  // of a tiled source; 0: every element has been written
 };
 
 // Sums one element of dbias with 32 lanes, or with one thread if there are few terms.
@@ -133,46 +131,6 @@ cudaError_t launch_sum_planes(const ReduceArguments& a, cudaLaunchConfig_t confi
   }
 }
 
-// In tiles of 16-bit elements a warp covers 256 columns of a row, eight per lane.
-constexpr int32_t kTileColumns = 32 * kTiledColumns;
-
-// Sums `terms` planes of a tiled source to one plane of dbias. `vectors`: dbias rows start at multiples of 16 bytes.
-template <typename T>
-__global__ void __launch_bounds__(kReduceThreads)
-    sum_tiles_kernel(const __grid_constant__ ReduceArguments a, int32_t terms, int64_t term_stride, bool vectors) {
-  const int32_t lane = threadIdx.x % 32, columns = a.out.col,
-                column_blocks = (columns + kTileColumns - 1) / kTileColumns;
-  const int64_t rows = int64_t{a.out.batch} * a.out.head * a.out.row;
-  const int64_t warps = int64_t{gridDim.x} * (kReduceThreads / 32);
-  for (int64_t i = (int64_t{blockIdx.x} * kReduceThreads + threadIdx.x) / 32; i < rows * column_blocks; i += warps) {
-    const int64_t plane_row = i / column_blocks;
-    const int32_t column = static_cast<int32_t>(i - plane_row * column_blocks) * kTileColumns + lane * kTiledColumns;
-    if (column >= columns) continue;
-    const int32_t plane = static_cast<int32_t>(plane_row / a.out.row);
-    const int32_t row = static_cast<int32_t>(plane_row - int64_t{plane} * a.out.row);
-    const int32_t batch = plane / a.out.head, head = plane - batch * a.out.head;
-    float sums[8] = {};
-    if (key_blocks(a.visibility, row / a.block_m, a.block_m, a.block_n).contains(column / a.block_n)) {
-      const T* source = static_cast<const T*>(a.source.data) + batch * a.source.batch_stride +
-                        head * a.source.head_stride + row * a.source.row_stride + column;
-#pragma unroll 4
-      for (int32_t term = 0; term < terms; ++term, source += term_stride) {
-        const uint4 pairs = *reinterpret_cast<const uint4*>(source);
-        const uint32_t words[4] = {pairs.x, pairs.y, pairs.z, pairs.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float2 pair = unpack2<T>(words[e]);
-          sums[2 * e] += pair.x;
-          sums[2 * e + 1] += pair.y;
-        }
-      }
-    }
-    T* const out = static_cast<T*>(a.dbias.data) + batch * a.dbias.batch_stride + head * a.dbias.head_stride +
-                   row * a.dbias.row_stride + column;
-    store_columns(out, sums, column, columns, vectors);
-  }
-}
-
 struct ZeroArguments {
   AttentionBackwardParams params;
   BiasGradient gradient;
@@ -240,16 +198,6 @@ cudaLaunchConfig_t config_of_warps(int64_t warps, void* stream) {
   return config;
 }
 
-template <typename T>
-cudaError_t launch_sum_tiles(const ReduceArguments& a, int64_t heads_of_call, void* stream) {
-  const bool vectors = a.out.col % kTiledColumns == 0 && has_vector_rows(a.dbias, kTiledColumns);
-  // The terms are all heads of one or all batches, or one head of all batches. Either way their distance is constant.
-  const int64_t stride = a.out.head == 1 ? a.source.head_stride : a.source.head_stride * heads_of_call;
-  const int64_t warps = int64_t{a.out.batch} * a.out.head * a.out.row * ceil_div(a.out.col, kTileColumns);
-  return launch_kernel(config_of_warps(warps, stream), sum_tiles_kernel<T>, a, a.summed.batch * a.summed.head, stride,
-                       vectors);
-}
-
 Visibility visibility_of_call(const AttentionBackwardParams& p) {
   return make_visibility(p.seqlen_q, p.seqlen_k, p.window_left, p.window_right, p.causal);
 }
@@ -271,8 +219,15 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
     return g;
   }
   g.data = storage;
-  if (scratch.in_tiles()) g.dtype = p.dtype;
-  const int64_t rows = p.seqlen_q, cols = scratch.in_tiles() ? round_up(p.seqlen_k, kTiledColumns) : p.seqlen_k;
+  if (scratch.mode == BiasGradientMode::kAddBlocks) {
+    const int64_t plane = bias_plane_elements(p.seqlen_q, p.seqlen_k);
+    g.row_stride = kBiasBlockElements;
+    g.col_stride = bias_key_group_elements(p.seqlen_q);
+    g.head_stride = broadcast.head ? 0 : plane;
+    g.batch_stride = broadcast.batch ? 0 : broadcast.head ? plane : p.heads * plane;
+    return g;
+  }
+  const int64_t rows = p.seqlen_q, cols = p.seqlen_k;
   switch (scratch.mode) {
     case BiasGradientMode::kKeySums:
       g.col_stride = 1;
@@ -296,11 +251,9 @@ BiasGradient bias_gradient(const AttentionBackwardParams& p, const BiasGradientS
   return g;
 }
 
-const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& gradient,
-                                      const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
-                                      void* stream) {
-  // sum_tiles_kernel skips tiles without a visible element, so they need no zeros.
-  if (gradient.mode != BiasGradientMode::kStore || (scratch.in_tiles() && scratch.elements > 0)) return nullptr;
+const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& gradient, int32_t block_m,
+                                      int32_t block_n, void* stream) {
+  if (gradient.mode != BiasGradientMode::kStore) return nullptr;
   const bool dense = p.cu_seqlens_q == nullptr && p.seqused_q == nullptr && p.seqused_k == nullptr;
   if (dense && visibility_of_call(p).full()) return nullptr;
   const int64_t rows = int64_t{p.batch} * p.heads * p.seqlen_q;
@@ -313,6 +266,7 @@ const char* launch_zero_bias_gradient(const AttentionBackwardParams& p, const Bi
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const BiasGradient& source,
                                         const BiasGradientScratch& scratch, void* stream) {
   if (scratch.mode == BiasGradientMode::kNone || source.data == p.dbias.data) return nullptr;
+  if (scratch.mode == BiasGradientMode::kAddBlocks) return launch_convert_bias_blocks(p, source, stream);
   const BiasBroadcast broadcast = broadcast_of(p);
   ReduceArguments a;
   a.source = source;
@@ -328,17 +282,9 @@ const char* launch_reduce_bias_gradient(const AttentionBackwardParams& p, const 
   a.summed.slot = static_cast<int32_t>(scratch.slots);
   a.summed.col = broadcast.col && scratch.mode == BiasGradientMode::kKeySums ? p.seqlen_k : 1;
   if (a.out.count() == 0) return nullptr;
-  a.visibility = visibility_of_call(p);
-  a.block_m = scratch.block_m;
-  a.block_n = scratch.block_n;
   const bool planes = scratch.mode == BiasGradientMode::kAdd || scratch.mode == BiasGradientMode::kStore;
   constexpr int64_t kManyTerms = 64;
   const int32_t lanes = a.summed.count() >= kManyTerms ? 32 : 1;
-  if (scratch.in_tiles()) {
-    const cudaError_t error = p.dtype == DType::kBFloat16 ? launch_sum_tiles<__nv_bfloat16>(a, p.heads, stream)
-                                                          : launch_sum_tiles<__half>(a, p.heads, stream);
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-  }
   constexpr int64_t kMostCtas = 1 << 16;
   const int64_t ctas = planes ? a.out.count() / a.out.col : ceil_div(a.out.count() * lanes, kReduceThreads);
   cudaLaunchConfig_t config = {};

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../index/bias_blocks.h"
 #include "../index/visibility.h"
 #include "../params.h"
 
@@ -10,10 +11,11 @@ namespace flashbwd {
 
 enum class BiasGradientMode : int32_t {
   kNone,
-  kStore,    // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
-  kAdd,      // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
-  kKeySums,  // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
-             // shares keys
+  kStore,      // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
+  kAdd,        // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
+  kAddBlocks,  // the same, 16-byte vectors to the blocks of ../index/bias_blocks.h
+  kKeySums,    // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
+               // shares keys
   kRowSums,  // stores sums over keys, (batch, heads, slots, seqlen_q), zero at the start; one slot per group of keys of
              // a warp
 };
@@ -22,6 +24,7 @@ struct BiasGradient {
   BiasGradientMode mode = BiasGradientMode::kNone;
   DType dtype = DType::kFloat32;
   void* data = nullptr;
+  // kAddBlocks: row_stride and col_stride are those of blocks of queries and keys.
   int64_t batch_stride = 0, head_stride = 0, slot_stride = 0, row_stride = 0, col_stride = 0;
 };
 
@@ -31,12 +34,8 @@ struct BiasGradientScratch {
   int64_t slots = 1;
   int64_t elements = 0;
   bool zeroed = false;
-  // If positive: TMA stores 16-bit tiles of these sizes, only those that contain a visible element. If 0: the scratch
-  // is dense fp32.
-  int32_t block_m = 0, block_n = 0;
 
-  bool in_tiles() const { return block_m > 0; }
-  int64_t bytes(DType dtype) const { return elements * (in_tiles() ? size_of(dtype) : sizeof(float)); }
+  int64_t bytes() const { return elements * static_cast<int64_t>(sizeof(float)); }
 };
 
 // Which dimensions of the bias are broadcast. Below, warps_s and key_groups are the slots of kKeySums and kRowSums.
@@ -78,18 +77,17 @@ inline BiasGradientScratch bias_gradient_scratch(const BiasBroadcast& broadcast,
 // TMA requires that rows start at multiples of 16 bytes: 8 elements of 16 bits.
 constexpr int64_t kTiledColumns = 8;
 
-// The same for a kernel that stores a dense 16-bit gradient with TMA: to dbias if the strides allow it, otherwise to
-// one plane per (batch, head).
+// The same for a kernel that stores tiles of a 16-bit dbias with TMA. If heads or batch entries share the bias, or if
+// its rows are not aligned, the kernel adds to blocks of fp32 sums instead.
 inline BiasGradientScratch tiled_bias_gradient_scratch(const BiasBroadcast& broadcast, int64_t batch, int64_t heads,
-                                                       int64_t seqlen_q, int64_t seqlen_k, int32_t block_m,
-                                                       int32_t block_n) {
+                                                       int64_t seqlen_q, int64_t seqlen_k) {
   BiasGradientScratch scratch;
   scratch.mode = BiasGradientMode::kStore;
-  scratch.block_m = block_m;
-  scratch.block_n = block_n;
-  if (broadcast.batch || broadcast.head || seqlen_k % kTiledColumns != 0) {
-    scratch.elements = batch * heads * seqlen_q * round_up(seqlen_k, kTiledColumns);
-  }
+  if (!broadcast.batch && !broadcast.head && seqlen_k % kTiledColumns == 0) return scratch;
+  scratch.mode = BiasGradientMode::kAddBlocks;
+  scratch.zeroed = true;
+  scratch.elements =
+      (broadcast.batch ? 1 : batch) * (broadcast.head ? 1 : heads) * bias_plane_elements(seqlen_q, seqlen_k);
   return scratch;
 }
 
@@ -113,8 +111,10 @@ BiasGradient bias_gradient(const AttentionBackwardParams& params, const BiasGrad
 // Runs before a main kernel that stores only the (block_m, block_n) tiles with a visible element: zeroes the other
 // tiles. Returns null or a message.
 const char* launch_zero_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& gradient,
-                                      const BiasGradientScratch& scratch, int32_t block_m, int32_t block_n,
-                                      void* stream);
+                                      int32_t block_m, int32_t block_n, void* stream);
+
+// The same for BiasGradientMode::kAddBlocks: converts the sums to dbias. Called by launch_reduce_bias_gradient.
+const char* launch_convert_bias_blocks(const AttentionBackwardParams& params, const BiasGradient& sums, void* stream);
 
 // Runs after the main kernel: reduces `source` to dbias, unless `source` is dbias. Returns null or a message.
 const char* launch_reduce_bias_gradient(const AttentionBackwardParams& params, const BiasGradient& source,

@@ -92,7 +92,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   plan->deterministic = true;
   plan->schedule = in_words(kernel);
   WorkspaceRequest request;
-  request.partial_bytes = kernel.bias_gradient.bytes(DType::kFloat32);
+  request.partial_bytes = kernel.bias_gradient.bytes();
   plan->workspace = plan_workspace(problem, request);
 }
 

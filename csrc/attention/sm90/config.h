@@ -45,9 +45,10 @@ struct Tile {
   int32_t block_n;     // keys of a work tile
   int32_t stages;      // of q
   int32_t dout_stages;
-  int32_t ctas = 1;         // per cluster; each has an equal share of the keys
-  bool by_queries = false;  // a consumer warpgroup has half of the queries and all keys, not half of the keys
-  uint32_t features = 0;    // that the kernel can compute
+  int32_t ctas = 1;           // per cluster; each has an equal share of the keys
+  bool by_queries = false;    // a consumer warpgroup has half of the queries and all keys, not half of the keys
+  uint32_t features = 0;      // that the kernel can compute
+  int32_t batch_entries = 1;  // of a work tile, which share a bias: the sum of their gradients is added once
 };
 
 // The tile table, with accumulator registers per thread (dk and dv + s and dp + dq) and shared memory beside each row.
@@ -68,6 +69,8 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, feature::kFlashDropout},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kEfficientDropout},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kEfficientDropout},
+    {32, 32, 64, 128, 2, 2, 1, false, feature::kBias, 2},  // 64 + 128 + 16 registers, 193 KB; batches share a bias
+    {32, 32, 128, 128, 2, 2, 1, false, feature::kBias},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kBias},
     {128, 128, 64, 128, 2, 2, 1, false, feature::kBias},
     {64, 64, 128, 128, 2, 2, 1, false, feature::kSoftcap | feature::kShifts},
@@ -140,11 +143,14 @@ constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && til
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
 // The first row of kTiles that fits these head dimensions and computes all of these features, or -1. Rows with fewer
-// features come first. `by_queries`: a tile with Tile::by_queries will do.
-constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, uint32_t features, bool by_queries) {
+// features come first. `by_queries`: a tile with Tile::by_queries will do. `batch_entries`: the most that may share a
+// work tile.
+constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, uint32_t features, bool by_queries,
+                        int32_t batch_entries = 1) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
+    if (tile.batch_entries > batch_entries) continue;
     if (is_built(tile.head_dim) && holds && (features & ~tile.features) == 0) return i;
   }
   return -1;

@@ -76,6 +76,11 @@ struct StoreWarps {
         bulk_wait<0>();  // the adds of this work tile are complete
         fence_async_global();
         add_release(params.dq.finished + work.batch * params.attention.heads_kv + work.head_kv, 1);
+        if constexpr (Traits::kBatchEntries > 1) {
+          if (work.batch + 1 < params.attention.batch) {
+            add_release(params.dq.finished + (work.batch + 1) * params.attention.heads_kv + work.head_kv, 1);
+          }
+        }
       }
       __syncwarp();
     });
@@ -132,16 +137,27 @@ struct StoreWarps {
       if (lane == 0) finish_add(params, add);
       return;
     }
-    // dv and dk pass through the buffers of dq, as two more iterations.
+    // dv and dk pass through the buffers of dq, as two more iterations per batch entry.
     offer_buffer<kBuffer>(lane);
     if (lane == 0) finish_add(params, add);
+    store_dkdv<kBuffer>(params, smem, work, it, lane, 0);
+    if constexpr (Traits::kBatchEntries > 1) {
+      offer_buffer<kBuffer>(lane);
+      store_dkdv<kBuffer>(params, smem, work, it, lane, 1);
+    }
+  }
+
+  // Stores dv or dk of a batch entry when the consumers have written it to the buffer.
+  template <int kBuffer>
+  static __device__ __forceinline__ void store_dkdv(const KernelParams& params, SharedStorage& smem,
+                                                    const WorkTile& work, const Iterator& it, int32_t lane, int entry) {
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
     if (lane == 0) {
       fence_async_shared();
       const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
       if (assume_single_lane()) {
-        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0);
-        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64);
+        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
+        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
         bulk_commit();
       }
     }
@@ -236,23 +252,24 @@ struct StoreWarps {
   }
 
   static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*atoms)[64 * 32],
-                                                    const KernelParams& params, const WorkTile& work,
-                                                    int32_t part_row) {
+                                                    const KernelParams& params, const WorkTile& work, int32_t part_row,
+                                                    int32_t entry) {
     const int32_t row = work.first_key + part_row;
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;
 #pragma unroll
     for (int atom = 0; atom < Traits::kGradientAtoms; ++atom) {
       tensor_store_4d(map, atoms[atom], atom * kAtomColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
-                      work.gradient_head, packed ? 0 : work.batch);
+                      work.gradient_head, packed ? 0 : work.batch + entry);
     }
   }
 
   static __device__ __forceinline__ void add_dq(const KernelParams& params, const float (*boxes)[64 * 32],
                                                 const WorkTile& work, const Iterator& it, int warpgroup, bool stores) {
-    const int32_t row = it.query_block() * kBlockM + warpgroup / Traits::kDqColumnTiles * 64;
+    constexpr bool kEntries = Traits::kBatchEntries > 1;  // each warpgroup has dq of one; TMA drops it past the last
+    const int32_t row = it.query_block() * kBlockM + (kEntries ? 0 : warpgroup / Traits::kDqColumnTiles * 64);
     if (row >= work.sequence.seqlen_q) return;
-    const DqRows rows = dq_rows(params, work, it.head(), row);
+    const DqRows rows = dq_rows(params, work, it.head() + (kEntries ? warpgroup * params.attention.heads : 0), row);
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
       add_dq_box(params, boxes[box], warpgroup % Traits::kDqColumnTiles * 64 + box * 32, rows, stores);

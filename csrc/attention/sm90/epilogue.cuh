@@ -6,10 +6,12 @@
 
 namespace flashbwd::sm90 {
 
-// The first element of a row of a gradient, counted within the sequence.
+// The first element of a row of a gradient, counted within the sequence. `entry`: of the batch, counted from the work
+// tile's first one.
 template <typename WorkTile>
-__device__ __forceinline__ int64_t element_of_row(const KeyGradient& gradient, const WorkTile& work, int32_t row) {
-  return work.batch * gradient.view.batch_stride + work.gradient_head * gradient.view.head_stride +
+__device__ __forceinline__ int64_t element_of_row(const KeyGradient& gradient, const WorkTile& work, int32_t row,
+                                                  int32_t entry = 0) {
+  return (work.batch + entry) * gradient.view.batch_stride + work.gradient_head * gradient.view.head_stride +
          (work.sequence.begin_k + row) * gradient.view.seq_stride;
 }
 
@@ -17,9 +19,9 @@ __device__ __forceinline__ int64_t element_of_row(const KeyGradient& gradient, c
 // accumulator of (64, 2 * kValues). `staging`: as for store_16bit; kStagingAtoms is 0 if there is none.
 template <typename T, int kAtomBytes, int kStagingAtoms, typename WorkTile, int kValues>
 __device__ void store_gradient(const KeyGradient& gradient, const WorkTile& work, int32_t part_row, uint8_t* staging,
-                               uint32_t barrier, const float (&values)[kValues]) {
+                               uint32_t barrier, const float (&values)[kValues], int32_t entry = 0) {
   const int32_t first_row = work.first_key + part_row, rows = work.sequence.rows_k - first_row;
-  const int64_t first = element_of_row(gradient, work, first_row);
+  const int64_t first = element_of_row(gradient, work, first_row, entry);
   const int64_t& stride = gradient.view.seq_stride;
   if (gradient.dtype == DType::kFloat32) {
     store_elements(static_cast<float*>(gradient.view.data) + first, stride, gradient.columns, rows, values);
@@ -61,7 +63,7 @@ struct Epilogue {
   static constexpr int kHeadDim = Traits::kHeadDim;
 
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const WorkTile& work,
-                               int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2]) {
+                               int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int32_t entry) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
     if constexpr (Traits::kDrops) {
@@ -73,6 +75,7 @@ struct Epilogue {
       pass_to_store_warp(smem, warpgroup, work.first_index + work.iterations + 1, dk);
       return;
     }
+    if (Traits::kBatchEntries > 1 && work.batch + entry >= params.attention.batch) return;
     // The warpgroup stages in its own rows of ds, unless the next bias is loaded there.
     constexpr int kStagingAtoms = Traits::kBias ? 0 : Traits::kGradientAtoms;
     uint8_t* staging = Traits::kByQueries ? smem.ds[0][warpgroup] : smem.ds[0][0] + warpgroup * 64 * kAtomRowBytes;
@@ -88,8 +91,10 @@ struct Epilogue {
         Mainloop::wait_ds(warpgroup, index);
       }
     }
-    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dv, work, warpgroup * 64, staging, barrier, dv);
-    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dk, work, warpgroup * 64, staging, barrier, dk);
+    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dv, work, warpgroup * 64, staging, barrier, dv,
+                                                           entry);
+    store_gradient<T, Traits::kDsAtomBytes, kStagingAtoms>(params.dk, work, warpgroup * 64, staging, barrier, dk,
+                                                           entry);
     if constexpr (kStagingAtoms > 0) {
       named_barrier_sync(barrier, kWarpgroupThreads);  // staged gradients are read: ds is free
     }

@@ -64,7 +64,10 @@ __device__ __forceinline__ void backward(const KernelParams& params) {
         }
         // Key blocks that no query sees still store zero dk and dv.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
-        Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[0], dv[0]);
+#pragma unroll
+        for (int entry = 0; entry < Traits::kBatchEntries; ++entry) {
+          Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[entry], dv[entry], entry);
+        }
       });
     };
     // ptxas serialises products that are outstanding across a branch, so the branch encloses the whole loop.

@@ -46,6 +46,9 @@ struct FeatureParams {
   uint64_t bias_cache_hint = 0;
   float dropout_scale = 1.f;       // of kept probabilities
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; else 32-bit words from this one on
+  // Deterministic adds to a shared bias's gradient: adds so far, (planes, query blocks, groups of 16 keys), zero at the
+  // start. Null: adds happen in any order.
+  int32_t* bias_semaphores = nullptr;
 };
 
 struct KernelParams {

@@ -137,6 +137,9 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
                               ? plan.workspace.semaphore_offset + kernel.zeroed.bias_gradient_offset
                               : plan.workspace.partial_offset;
   features.bias_gradient = bias_gradient(p, kernel.bias_gradient, workspace_at(p, scratch));
+  if (kernel.orders_bias_adds) {
+    features.bias_semaphores = zeroed + kernel.zeroed.bias_semaphore_offset / static_cast<int64_t>(sizeof(int32_t));
+  }
   params->gradient_scale = p.softmax_scale;
   if (p.dropout_p > 0.f) {
     features.dropout_scale = dropout_scale(p);
@@ -213,7 +216,7 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   KernelParams params;
   if (const char* error = make_params(p, plan, &params)) return error;
   const BiasGradient& bias_gradient = params.features.bias_gradient;
-  if (const char* error = launch_zero_bias_gradient(p, bias_gradient, scratch, tile.block_m, tile.block_n, stream)) {
+  if (const char* error = launch_zero_bias_gradient(p, bias_gradient, tile.block_m, tile.block_n, stream)) {
     return error;
   }
   if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream, rows_ready(params))) {

@@ -49,7 +49,7 @@ const char* launch_tile(const KernelParams& params, void* stream) {
     }
     if (writes_dq) return launch_kernel<T, kTileIndex, false, true>(params, stream);
   }
-  if constexpr (!by_heads_counts_adds(kTile) && !has(kTile, feature::kBlockMask)) {
+  if constexpr (!by_heads_counts_adds(kTile) && !has(kTile, feature::kBlockMask) && kTile.batch_entries == 1) {
     if (by_heads) return launch_kernel<T, kTileIndex, true, false>(params, stream);
   }
   return launch_kernel<T, kTileIndex, false, false>(params, stream);

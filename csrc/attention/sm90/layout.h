@@ -20,10 +20,11 @@ inline bool adds_into_zeros(const AttentionProblem& p) {
 inline bool has_semaphores(const AttentionProblem& p) { return p.deterministic || !adds_into_zeros(p); }
 
 // The zeroed region of the workspace: the counter of work tiles; the count of finished dq adds of each KV head; the
-// semaphores of each dq tile; a bias gradient that is added into. Offsets are bytes from its start.
+// semaphores of each dq tile; a bias gradient that is added into, and its semaphores. Offsets are bytes from its start.
 struct ZeroedRegion {
   int64_t semaphore_offset = 0;
   int64_t bias_gradient_offset = 0;
+  int64_t bias_semaphore_offset = 0;
   int64_t bytes = 0;
 };
 
@@ -32,7 +33,7 @@ inline BiasGradientScratch bias_gradient_of(const AttentionProblem& p, const Til
   const BiasBroadcast broadcast = {p.bias_broadcast_batch, p.bias_broadcast_head, p.bias_broadcast_row,
                                    p.bias_broadcast_col};
   if (copies_bias(tile)) {
-    return tiled_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k, tile.block_m, tile.block_n);
+    return tiled_bias_gradient_scratch(broadcast, p.batch, p.heads, p.seqlen_q, p.seqlen_k);
   }
   const int64_t key_groups = ceil_div(p.seqlen_k, tile.block_n) * (tile.block_n / 16);  // 16 keys per warp
   return bias_gradient_scratch(broadcast, p.deterministic, p.batch, p.heads, p.seqlen_q, p.seqlen_k, 1, key_groups);
@@ -41,7 +42,19 @@ inline BiasGradientScratch bias_gradient_of(const AttentionProblem& p, const Til
 // Bytes of it in the region of partial sums, before those of dk and dv.
 inline int64_t bias_scratch_bytes(const AttentionProblem& p, const Tile& tile) {
   const BiasGradientScratch scratch = bias_gradient_of(p, tile);
-  return scratch.zeroed ? 0 : round_up(scratch.bytes(p.dtype), int64_t{256});
+  return scratch.zeroed ? 0 : round_up(scratch.bytes(), int64_t{256});
+}
+
+inline bool orders_bias_adds(const AttentionProblem& p, const Tile& tile) {
+  const bool shared = p.bias_broadcast_batch || p.bias_broadcast_head;
+  return copies_bias(tile) && p.need_dbias && p.deterministic && shared;
+}
+
+// Semaphores of the gradient of a shared bias.
+inline int64_t bias_semaphores(const AttentionProblem& p, const Tile& tile) {
+  if (!orders_bias_adds(p, tile)) return 0;
+  const int64_t planes = (p.bias_broadcast_batch ? 1 : p.batch) * (p.bias_broadcast_head ? 1 : p.heads);
+  return planes * ceil_div(p.seqlen_q, tile.block_m) * ceil_div(p.seqlen_k, kBiasBlockKeys);
 }
 
 inline ZeroedRegion zeroed_region(const AttentionProblem& p, const Tile& tile) {
@@ -56,6 +69,8 @@ inline ZeroedRegion zeroed_region(const AttentionProblem& p, const Tile& tile) {
     region.bias_gradient_offset = round_up(region.bytes, 16);
     region.bytes = region.bias_gradient_offset + scratch.elements * static_cast<int64_t>(sizeof(float));
   }
+  region.bias_semaphore_offset = region.bytes;
+  region.bytes += round_up(bias_semaphores(p, tile) * kWordBytes, 16);
   return region;
 }
 
@@ -65,6 +80,7 @@ struct KernelPlan {
   ZeroedRegion zeroed;
   bool has_semaphores = false;
   BiasGradientScratch bias_gradient;
+  bool orders_bias_adds = false;
   int64_t partial_sums_offset = 0;  // bytes: partial dk and dv, after the scratch of the bias gradient
 };
 

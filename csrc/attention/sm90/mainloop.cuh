@@ -47,7 +47,7 @@ struct Mainloop {
   uint32_t& last_add_phases;  // a phase bit for each buffer of dq, flipped by each last add
   typename TileMask<Traits>::Iterator it = TileMask<Traits>::first_iteration(smem, work);
   TileMask<Traits> tile_mask{work};
-  int32_t last_index = it.end - 1;
+  int32_t last_index_ = it.end - 1;
   int32_t warp = threadIdx.x % kWarpgroupThreads / 32;
   int32_t lane = threadIdx.x % 32;
   int32_t pair = lane % 4 * 2;  // first of this thread's two adjacent columns in each 8 of an accumulator
@@ -60,7 +60,9 @@ struct Mainloop {
   // Operands of this warpgroup: its rows of k and v, and the columns of k for its columns of dq.
   uint32_t k_rows = smem_address(smem.k) + own_key * kRowBytes;
   uint32_t v_rows = smem_address(smem.v) + own_key * kRowBytes;
-  uint32_t k_columns = smem_address(smem.k) + warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64);
+  uint32_t k_columns = smem_address(smem.k) + (Traits::kBatchEntries > 1
+                                                   ? warpgroup * Traits::kKeyBytes
+                                                   : warpgroup % Traits::kDqColumnTiles * KeyRows::column_bytes(64));
   uint32_t ds_rows = warpgroup / Traits::kDqColumnTiles * (kBias ? 64 * kAtomRowBytes : Traits::kDsAtomBytes);
   uint32_t k_operand[4 * std::max(Traits::kKeySteps, 1)] = {}, v_operand[4 * std::max(Traits::kValueSteps, 1)] = {};
 
@@ -85,10 +87,10 @@ struct Mainloop {
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
-    while (it.index < last_index) {
+    while (it.index < last_index()) {
       const int32_t index = it.index, stage = QueryRing::stage(index), dout_stage = DoutRing::stage(index);
       issue_covered_dq(p16, ds16, dq, dk, dv);
-      ScoreMod::store_bias_gradient(*this);
+      ScoreMod::store_bias_gradient(*this, ds16);
       wait_products<1>();  // dK or dV is complete, so the registers of its first operand are free
       it.advance(work);
       Scores s;
@@ -115,7 +117,7 @@ struct Mainloop {
     const int32_t stage = QueryRing::stage(it.index);
     arrive_warp(&smem.v_empty, lane);
     issue_covered_dq(p16, ds16, dq, dk, dv);
-    ScoreMod::store_bias_gradient(*this);
+    ScoreMod::store_bias_gradient(*this, ds16);
     if constexpr (!kEarlyDv) issue_dk(ds16, dk, stage);
     const bool is_last = DqBuffer::wait_buffer(*this, it.index);
     wait_products<0>();
@@ -127,6 +129,11 @@ struct Mainloop {
       fence_registers(dk[m]);
       fence_registers(dv[m]);
     }
+  }
+
+  // Read from shared memory again if batch entries share the work tile: that loop has no register left for it.
+  __device__ __forceinline__ int32_t last_index() const {
+    return Traits::kBatchEntries > 1 ? work.first_index + work.iterations - 1 : last_index_;
   }
 
   // Orders the products S: warpgroup 1 issues S of iteration i, then warpgroup 0, then warpgroup 1 that of i + 1.
@@ -163,8 +170,8 @@ struct Mainloop {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kKeySteps, false, KeyColumns, QueryColumns>(
-          s[m], k_operand, k_rows + m * 64 * kRowBytes,
-          smem_address(smem.q[QueryRing::stage(it.index)]) + own_query * kRowBytes);
+          s[m], k_operand, k_rows + m * Traits::kTileKeyBytes,
+          smem_address(smem.q[QueryRing::stage(it.index)]) + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -174,7 +181,8 @@ struct Mainloop {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
       product<T, kHeadDim / 16, Traits::kValueSteps, kDeltaFirst, KeyColumns, QueryColumns, kSign>(
-          dp[m], v_operand, v_rows + m * 64 * kRowBytes, dout + own_query * kRowBytes);
+          dp[m], v_operand, v_rows + m * Traits::kTileKeyBytes,
+          dout + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -189,7 +197,7 @@ struct Mainloop {
   __device__ __forceinline__ void multiply_rows(Operand& a, KeyAccumulators& gradient, uint32_t queries) {
 #pragma unroll
     for (int m = 0; m < kMmaTiles; ++m) {
-      product<T, true, QueryRows>(gradient[m], a[m], queries + own_query * kRowBytes);
+      product<T, true, QueryRows>(gradient[m], a[m], queries + m * Traits::kTileQueryBytes + own_query * kRowBytes);
     }
   }
 
@@ -266,10 +274,11 @@ struct Mainloop {
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kConsumerThreads, kRowBytes>(smem.v, valid,
                                                                                             kConsumersBarrier);
     }
+    if constexpr (kBias) KeyMask<Traits>::apply(*this);
   }
 
   template <typename Ring>
-  __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[Traits::kQueryBytes]) {
+  __device__ __forceinline__ void wait_queries(uint64_t* full, uint8_t (*tiles)[sizeof(smem.q[0])]) {
     const int32_t stage = Ring::stage(it.index);
     mbarrier_wait(&full[stage], Ring::phase(it.index));
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;

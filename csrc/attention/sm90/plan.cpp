@@ -28,14 +28,14 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// True if TMA can load the bias and store its gradient. Heads that share an element have a plane of the gradient each,
-// and many of them would take too much memory.
+// Batch entries and heads that share each element of the bias.
+int64_t bias_sharers(const AttentionProblem& problem) {
+  return (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
+}
+
+// True if TMA can load the bias.
 bool can_copy_bias(const AttentionProblem& problem) {
-  constexpr int64_t kMostSharers = 64;
-  const int64_t sharers =
-      (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
-  const bool dense = !problem.varlen && !problem.has_seqused;
-  return dense && problem.bias_has_rows && (!problem.need_dbias || sharers <= kMostSharers);
+  return !problem.varlen && !problem.has_seqused && problem.bias_has_rows;
 }
 
 uint32_t features_of(const AttentionProblem& problem) {
@@ -54,9 +54,15 @@ uint32_t features_of(const AttentionProblem& problem) {
   return features;
 }
 
+// Batch entries of a work tile: two if they share the bias, so that the sum of their gradients is added once.
+int32_t batch_entries_of(const AttentionProblem& problem) {
+  return problem.bias_broadcast_batch && problem.heads == problem.heads_kv ? 2 : 1;
+}
+
 int tile_of(const AttentionProblem& problem) {
   const int64_t head_dim = pads_to_128(problem) ? 128 : problem.head_dim;
-  return find_tile(head_dim, problem.head_dim_v, features_of(problem), splits_queries(problem));
+  return find_tile(head_dim, problem.head_dim_v, features_of(problem), splits_queries(problem),
+                   batch_entries_of(problem));
 }
 
 int64_t most_work_tiles(const AttentionProblem& p, const Tile& tile) {
@@ -75,7 +81,6 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (problem.has_key_mask) return "it does not take key_mask";
   if (problem.need_dbias && problem.softcap > 0.0)
     return "it does not compute the gradient of attn_bias together with softcap";
   if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&
@@ -90,6 +95,9 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (tile_index < 0) {
     return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
            number(problem.head_dim_v);
+  }
+  if (problem.has_key_mask && !copies_bias(kTiles[tile_index])) {
+    return "it takes key_mask only beside an attn_bias that TMA can load, at head dimensions up to 128";
   }
   if (problem.has_block_mask && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
     return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
@@ -117,6 +125,9 @@ std::string slower(const AttentionProblem& problem) {
   if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {
     return "sm80 is faster with attn_bias and PyTorch's memory-efficient dropout at this head dimension";
   }
+  // The kernels that load a bias with TMA have changed since they last ran on a GPU (docs/lab/next_kernels.md).
+  if (copies_bias(kTiles[tile_of(problem)]))
+    return "sm80 takes attn_bias until the changed sm90 kernels have run on a GPU";
   if (head_dim > 128 || kTiles[tile_of(problem)].features != feature::kAny) return "";
   if (problem.has_bias) {
     const bool shared = problem.bias_broadcast_batch || problem.bias_broadcast_head;
@@ -135,6 +146,7 @@ void plan(const AttentionProblem& problem, const DeviceInfo& device, AttentionPl
   kernel.zeroed = zeroed_region(problem, tile);
   kernel.has_semaphores = has_semaphores(problem);
   kernel.bias_gradient = bias_gradient_of(problem, tile);
+  kernel.orders_bias_adds = orders_bias_adds(problem, tile);
 
   plan->block_m = tile.block_m;
   plan->block_n = tile.block_n;

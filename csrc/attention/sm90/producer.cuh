@@ -17,7 +17,8 @@ struct Producer {
   using DoutRing = Ring<Traits::kDoutStages>;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) : 0;
+  static constexpr int kBatchEntries = Traits::kBatchEntries;
+  static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) / kBatchEntries : 0;
 
   // One thread. It takes the next work tile when the loader has finished the current one, or kEarlyIterations before,
   // to hide the latency. Taken still earlier, tiles would be distributed less evenly.
@@ -65,13 +66,13 @@ struct Producer {
   }
 
   static __device__ __forceinline__ void load_k(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kAtoms, Traits::kKeyAtomBytes>(&params.maps.k, &smem.k_full, smem.k, key_row(work), work.head_kv,
-                                                     batch_k(params, work), 0);
+    load_tile<Traits::kAtoms, Traits::kKeyAtomBytes, kBatchEntries>(&params.maps.k, &smem.k_full, smem.k, key_row(work),
+                                                                    work.head_kv, batch_k(params, work), 0);
   }
 
   static __device__ __forceinline__ void load_v(const KernelParams& params, SharedStorage& smem, const WorkTile& work) {
-    load_tile<Traits::kAtomsV, Traits::kKeyAtomBytes>(&params.maps.v, &smem.v_full, smem.v, key_row(work), work.head_kv,
-                                                      batch_k(params, work), 0);
+    load_tile<Traits::kAtomsV, Traits::kKeyAtomBytes, kBatchEntries>(
+        &params.maps.v, &smem.v_full, smem.v, key_row(work), work.head_kv, batch_k(params, work), 0);
   }
 
   // One thread: loads q, dout, lse and delta of a work tile. `after_first_q` is called when k and v may follow.
@@ -93,8 +94,9 @@ struct Producer {
       if (WorkTile::kStaggers) prefetch_queries(params, work, it.query_block(), query_row, first_row, head, batch_q);
       mbarrier_wait(&smem.q_empty[stage], QueryRing::phase(it.index) ^ 1);
       if constexpr (WorkTile::kListed) smem.listed[stage] = {it.query_block(), head, it.entry.bits, 0};
-      load_tile<Traits::kAtoms, Traits::kQueryAtomBytes>(&params.maps.q, &smem.q_full[stage], smem.q[stage], query_row,
-                                                         head, batch_q, Traits::kRowValueBytes + kBiasBytes);
+      load_tile<Traits::kAtoms, Traits::kQueryAtomBytes, kBatchEntries>(
+          &params.maps.q, &smem.q_full[stage], smem.q[stage], query_row, head, batch_q,
+          kBatchEntries * Traits::kRowValueBytes + kBiasBytes);
       if constexpr (Traits::kBias) {
 #pragma unroll
         for (int atom = 0; atom < Traits::kDsAtoms; ++atom) {
@@ -104,15 +106,26 @@ struct Producer {
                          params.attention.bias.batch_stride != 0 ? work.batch : 0, params.features.bias_cache_hint);
         }
       }
-      bulk_load(smem.lse_log2[stage], params.lse_delta.lse_log2 + first_row, Traits::kRowValueBytes,
-                &smem.q_full[stage]);
+      load_row_values(params, work, smem.lse_log2[stage], params.lse_delta.lse_log2 + first_row, &smem.q_full[stage]);
       if (it.index == first_index) after_first_q();
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(it.index) ^ 1);
-      load_tile<Traits::kAtomsV, Traits::kQueryAtomBytes>(&params.maps.dout, &smem.dout_full[dout_stage],
-                                                          smem.dout[dout_stage], query_row, head, batch_q,
-                                                          Traits::kRowValueBytes);
-      bulk_load(smem.delta[dout_stage], params.lse_delta.delta + first_row, Traits::kRowValueBytes,
-                &smem.dout_full[dout_stage]);
+      load_tile<Traits::kAtomsV, Traits::kQueryAtomBytes, kBatchEntries>(
+          &params.maps.dout, &smem.dout_full[dout_stage], smem.dout[dout_stage], query_row, head, batch_q,
+          kBatchEntries * Traits::kRowValueBytes);
+      load_row_values(params, work, smem.delta[dout_stage], params.lse_delta.delta + first_row,
+                      &smem.dout_full[dout_stage]);
+    }
+  }
+
+  // Loads lse or delta of an iteration. `source`: of the first batch entry. A second entry past the end of the batch
+  // gets the numbers of the first one.
+  static __device__ __forceinline__ void load_row_values(const KernelParams& params, const WorkTile& work,
+                                                         float* destination, const float* source, uint64_t* barrier) {
+    bulk_load(destination, source, Traits::kRowValueBytes, barrier);
+    if constexpr (kBatchEntries > 1) {
+      const int64_t to_next = params.lse_delta.index(1, 0, 0) - params.lse_delta.index(0, 0, 0);
+      const float* const second = work.batch + 1 < params.attention.batch ? source + to_next : source;
+      bulk_load(destination + kBlockM, second, Traits::kRowValueBytes, barrier);
     }
   }
 
@@ -150,15 +163,18 @@ struct Producer {
     return params.attention.cu_seqlens_k != nullptr ? 0 : work.batch;
   }
 
-  // `extra_bytes`: of other loads that complete on the same barrier.
-  template <int kAtoms, int kAtomBytes>
+  // `batch`: the first of kEntries. `extra_bytes`: of other loads that complete on the same barrier.
+  template <int kAtoms, int kAtomBytes, int kEntries = 1>
   static __device__ void load_tile(const CUtensorMap* map, uint64_t* barrier, uint8_t* smem, int32_t row, int32_t head,
                                    int32_t batch, uint32_t extra_bytes, int32_t first_atom = 0) {
-    mbarrier_arrive_expect(barrier, kAtoms * kAtomBytes + extra_bytes);
+    mbarrier_arrive_expect(barrier, kEntries * kAtoms * kAtomBytes + extra_bytes);
+#pragma unroll
+    for (int entry = 0; entry < kEntries; ++entry) {
 #pragma unroll(kAtoms <= 3 ? kAtoms : 1)  // else the addresses do not fit in the registers of the producer
-    for (int atom = 0; atom < kAtoms; ++atom) {
-      tensor_load_4d(map, barrier, smem + atom * kAtomBytes, (first_atom + atom) * (row_bytes(Traits::kTile) / 2), row,
-                     head, batch);
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        tensor_load_4d(map, barrier, smem + (entry * kAtoms + atom) * kAtomBytes,
+                       (first_atom + atom) * (row_bytes(Traits::kTile) / 2), row, head, batch + entry);
+      }
     }
   }
 };

@@ -43,6 +43,9 @@ bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
   return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
 }
 
+// Batch entries, or groups of them that share work tiles.
+int64_t batches_of(const AttentionProblem& p, const Tile& tile) { return ceil_div(p.batch, tile.batch_entries); }
+
 // Chooses the pairs and splits with which the call takes the fewest iterations of an SM. An iteration takes about 2.2
 // us on an H100, in which memory moves kBytesPerIteration.
 void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, Schedule* s) {
@@ -89,9 +92,10 @@ void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, S
 // side by side wait for one another; more heads per group put other work between them.
 int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int64_t workers, const Schedule& s) {
   const auto heads_in = [&](int64_t megabytes) {
-    return heads_in_l2(megabytes << 20, p.seqlen_q, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv);
+    return heads_in_l2(megabytes << 20, p.seqlen_q, p.head_dim, p.head_dim_v, 2,
+                       p.heads / p.heads_kv * tile.batch_entries);
   };
-  const int64_t heads = p.heads_kv * s.gqa_splits, all = p.varlen ? heads : heads * p.batch;
+  const int64_t heads = p.heads_kv * s.gqa_splits, all = p.varlen ? heads : heads * batches_of(p, tile);
   int64_t group = std::min(heads_in(32), heads_at_once(workers, all, s.tiles_per_head));
   if (s.reversed) {
     // Above head dimension 128 long work tiles of a group run beside short ones of the next; small groups stay in L2.
@@ -113,6 +117,14 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   return static_cast<int32_t>(std::min(group, all));
 }
 
+// True if batch entries add to the same gradient of a bias, and L2 does not hold that of all heads: then the entries of
+// a head follow one another, so that memory reads and writes each sum once.
+bool shares_large_bias(const AttentionProblem& p, const Tile& tile) {
+  constexpr int64_t kBytes = 16 << 20;
+  const bool adds = copies_bias(tile) && p.need_dbias && p.bias_broadcast_batch && !p.bias_broadcast_head;
+  return adds && p.heads * p.seqlen_q * p.seqlen_k * 4 > kBytes;
+}
+
 // The distance of a staggered start; 0 for none. 4 is up to 8 % faster than 2 up to 8192 queries. In deterministic mode
 // at most two of the key blocks that run at the same time may share a start, and none may if a head has more key blocks
 // than run: then the last one of a wave fetches what the others read (prefetch_queries), so it must be ahead of them.
@@ -130,10 +142,12 @@ int32_t choose_query_blocks_apart(const AttentionProblem& p, const Tile& tile, i
 // full masks of large head dimensions, CTAs that start late would make one more wave.
 int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int64_t sm_count, const Schedule& s) {
   constexpr int64_t kBytes = 32 << 20;
-  // If the preprocess must also zero the accumulator, the few CTAs of an overlapped one would be too slow.
+  // If the preprocess must also zero the accumulator or a large bias gradient, the few CTAs of an overlapped one would
+  // be too slow.
   if (adds_into_zeros(p) || is_gqa(p) || s.work_tiles == 0 || p.head_dim_v % 8 != 0) return 0;
+  if (bias_gradient_of(p, tile).elements * static_cast<int64_t>(sizeof(float)) > kBytes) return 0;
   if (p.batch * p.heads * p.seqlen_q * p.head_dim_v * 4 < kBytes) return 0;
-  if (is_large(tile) && (tile.features != 0 || is_full(p))) return 0;
+  if (tile.batch_entries > 1 || s.batches_innermost || (is_large(tile) && (tile.features != 0 || is_full(p)))) return 0;
   return static_cast<int32_t>(sm_count * (is_large(tile) ? 1 : 2) / 11);
 }
 
@@ -165,7 +179,8 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 
   const int64_t heads = p.heads_kv * s.gqa_splits;
   s.work_tiles = static_cast<int32_t>(p.varlen ? varlen_work_tiles(p.total_k, p.batch, heads, tile.block_n)
-                                               : p.batch * heads * s.tiles_per_head);
+                                               : batches_of(p, tile) * heads * s.tiles_per_head);
+  s.batches_innermost = shares_large_bias(p, tile);
   s.query_blocks_apart = choose_query_blocks_apart(p, tile, workers, s);
   s.wave_size = static_cast<int32_t>(std::min<int64_t>(s.work_tiles, workers));
   if (p.deterministic && (s.mirrored_pairs || s.query_blocks_apart > 0)) {
@@ -179,7 +194,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   }
   if (s.reversed) {
     // The last group goes in LPT order, so that it ends evenly.
-    const int64_t before_last = std::max<int64_t>(p.batch * heads - s.heads_per_group, 0);
+    const int64_t before_last = std::max<int64_t>(batches_of(p, tile) * heads - s.heads_per_group, 0);
     s.reversed_tiles =
         p.varlen ? s.work_tiles
                  : static_cast<int32_t>(before_last / s.heads_per_group * s.heads_per_group) * s.tiles_per_head;
@@ -194,10 +209,12 @@ std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
   if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask";
   words += s.dispatch == Dispatch::kStatic ? ", static scheduler in waves" : ", dynamic scheduler";
+  if (tile.batch_entries > 1) words += " of two batch entries that share a bias";
   if (tile.by_queries) words += ", half of the queries per warpgroup";
   if (tile.ctas > 1) words += ", each by " + std::to_string(tile.ctas) + " CTAs";
   if (s.query_blocks_apart > 0) words += ", staggered start";
   if (s.gqa_splits > 1) words += ", query heads split over " + std::to_string(s.gqa_splits) + " CTAs";
+  if (s.batches_innermost) words += ", all batch entries of a head before the next head";
   if (s.preprocess_ctas > 0) words += ", overlapped preprocess";
   words += s.dq_order == DqOrder::kOrdered ? ", dq added in a fixed order" : ", dq added in any order";
   return words + (s.last_add_writes_dq ? ", the last add writes dq" : "");

@@ -51,6 +51,9 @@ struct Schedule {
   DqOrder dq_order = DqOrder::kUnordered;
   bool last_add_writes_dq = false;  // the last add to a dq tile writes dq, so no dq postprocess follows
 
+  // Work tiles go through all batch entries of a head, then of the next head, because these share a bias
+  bool batches_innermost = false;
+
   // SMs that run the preprocess while the others start on the first work tiles; 0: the preprocess runs before
   int32_t preprocess_ctas = 0;
 

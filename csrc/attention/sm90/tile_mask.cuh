@@ -53,7 +53,7 @@ struct BandMask {
     const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int m = 0; m < Traits::kMmaTiles; ++m) {
-      mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * 64, c.own_query + c.pair);
+      mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * Traits::kTileKeys, c.own_query + c.pair);
     }
   }
 };

@@ -51,8 +51,10 @@ __device__ __forceinline__ int32_t static_tile(const Schedule& schedule, uint32_
 
 // One key block of one KV head; a mirrored pair is two of these, one after the other. kByHeads_: heads are outermost in
 // the query loop (Schedule::heads_outermost). kStaggers_: staggered start (Schedule::query_blocks_apart). kListed_: a
-// block mask lists the query loop.
-template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false>
+// block mask lists the query loop. kBatchEntries: as many consecutive batch entries share the work tile. kBiased: with
+// a bias that they may share.
+template <int kBlockM, int kBlockN, bool kByHeads_, bool kStaggers_, bool kListed_ = false, int kBatchEntries = 1,
+          bool kBiased = false>
 struct WorkTile : ListedLoop<kListed_> {
   static constexpr bool kListed = kListed_;
   using Iterator = std::conditional_t<kListed, ListIterator, QueryIterator>;
@@ -70,7 +72,7 @@ struct WorkTile : ListedLoop<kListed_> {
   int32_t past_block;      // after the last one of a head; a staggered loop continues at query_range.begin
   int32_t iterations;      // query blocks of all heads
   int32_t first_index;     // iterations of this CTA's work tiles before this one
-  int32_t batch;
+  int32_t batch;           // the first one
   int32_t head_kv;
   int32_t gradient_head;  // head of dk and dv: head_kv, or with GQA splits head_kv * splits + split
   int32_t first_head;     // query heads
@@ -105,13 +107,16 @@ struct WorkTile : ListedLoop<kListed_> {
     const auto heads_per_group = [&](int32_t blocks) {
       return at_least(schedule.heads_per_group, schedule.key_blocks_per_group / at_least(blocks, 1));
     };
-    const WorkTileIndex tile =
-        p.cu_seqlens_k != nullptr
-            ? varlen_work_tile(state.tile, p.cu_seqlens_k, p.batch, heads_kv, kBlockN, heads_per_group)
-            : dense_work_tile(state.tile, p.batch, heads_kv, schedule.tiles_per_head, schedule.heads_per_group);
+    WorkTileIndex tile = p.cu_seqlens_k != nullptr
+                             ? varlen_work_tile(state.tile, p.cu_seqlens_k, p.batch, heads_kv, kBlockN, heads_per_group)
+                             : dense_work_tile(state.tile, (p.batch + kBatchEntries - 1) / kBatchEntries, heads_kv,
+                                               schedule.tiles_per_head, schedule.heads_per_group);
     exists = tile.batch >= 0;
     if (!exists) return;
-    batch = tile.batch;
+    if (kBiased && schedule.batches_innermost) {
+      tile = with_batches_innermost(tile, (p.batch + kBatchEntries - 1) / kBatchEntries, heads_kv);
+    }
+    batch = tile.batch * kBatchEntries;
     gradient_head = tile.head;
     find_key_block(params, state, tile.key_block);
     reload_from_smem();

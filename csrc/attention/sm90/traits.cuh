@@ -31,17 +31,19 @@ struct Traits {
   static_assert(!is_large(kTile) && kTile.head_dim == kTile.head_dim_v, "128 keys a CTA, one head dimension");
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
+  static constexpr int kBatchEntries = kTile.batch_entries;  // that share a work tile, each with its own q, k, v, dout
+  static constexpr int kColumns = kBatchEntries * kBlockM;   // queries of an iteration
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kStages = kTile.stages;  // of q
   static constexpr int kDoutStages = kTile.dout_stages;
   // dV is issued as soon as P is ready. If P and dS take half of the registers, it is issued after dS.
-  static constexpr bool kEarlyDv = kBlockM <= 64;
+  static constexpr bool kEarlyDv = kColumns <= 64;
   // Warpgroup 1 issues S of an iteration first, and warpgroup 0 after it; with 64 queries also after dQ of warpgroup 1.
   // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
   // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
   static constexpr bool kGenerated = has(kTile, feature::kGenerated);
-  static constexpr int kEarlyLse = kGenerated ? 2 : kBlockM > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
+  static constexpr int kEarlyLse = kGenerated ? 2 : kColumns > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
   static constexpr int kEarlyDelta = 2;
   static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
   static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
@@ -55,9 +57,10 @@ struct Traits {
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
-  // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries.
+  // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries. Its MMA tiles are 64 keys
+  // each, or one tile per batch entry.
   static constexpr bool kByQueries = kTile.by_queries;
-  static constexpr int kMmaTiles = kByQueries ? kBlockN / 64 : 1;  // MMA tiles of 64 keys per warpgroup
+  static constexpr int kMmaTiles = kByQueries ? kBlockN / 64 : kBatchEntries;
   static constexpr int kOwnQueries = kByQueries ? 64 : kBlockM;
   // Shared memory holds whole swizzle atoms; products stop at kHeadDim.
   static constexpr int kRowBytes = row_bytes(kTile);
@@ -70,18 +73,25 @@ struct Traits {
   static constexpr int kDqColumns = kHeadDim <= 32 ? 32 : 64;
   // Columns of the last warpgroup: what is left of the head dimension, in boxes of 32.
   static constexpr int kLastDqColumns = kHeadDim <= 64 ? kDqColumns : (kHeadDim - kDqColumns + 31) / 32 * 32;
-  static_assert(kBlockM / 64 * kDqColumnTiles == kConsumerWarpgroups, "each warpgroup computes 64 x 64 elements of dq");
+  static_assert(kColumns / 64 * kDqColumnTiles == kConsumerWarpgroups,
+                "each warpgroup computes 64 x 64 elements of dq");
+  static_assert(kBatchEntries == 1 || (kBatchEntries == 2 && kBlockM == 64 && kBias && !kDrops),
+                "each warpgroup computes dq of one batch entry, and sums of dS");
 
   static constexpr int kAtomsV = kAtoms;                       // named as in large_head_dim::Traits, for producer.cuh
   static constexpr int kKeyAtomBytes = kBlockN * kRowBytes;    // of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kRowBytes;  // of q or dout
-  // An atom of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kBlockM, 64
-  // keys).
-  static constexpr int kDsAtomBytes = (kBias ? kBlockM : kBlockN) * kAtomRowBytes;
+  // An atom of dS is transposed, (kBlockN keys, 64 queries); beside a bias it lies as the bias does, (kColumns,
+  // 64 keys).
+  static constexpr int kDsAtomBytes = (kBias ? kColumns : kBlockN) * kAtomRowBytes;
   static constexpr int kDsAtoms = (kBias ? kBlockN : kBlockM) / 64;
-  static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;
+  static constexpr int kKeyBytes = kAtoms * kKeyAtomBytes;  // per batch entry, as the next two
   static constexpr int kQueryBytes = kAtoms * kQueryAtomBytes;
   static constexpr int kRowValueBytes = kBlockM * 4;
+  // From the operands of an MMA tile to those of the next one, and from its keys to those of the next.
+  static constexpr int kTileKeyBytes = kBatchEntries > 1 ? kKeyBytes : 64 * kRowBytes;
+  static constexpr int kTileQueryBytes = kBatchEntries > 1 ? kQueryBytes : 0;
+  static constexpr int kTileKeys = kBatchEntries > 1 ? 0 : 64;
 
   static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
   static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");
@@ -91,17 +101,17 @@ struct Traits {
   static constexpr bool kLastWritesDq = kLastWritesDq_;
   static_assert(!kLastWritesDq || (last_writes_dq(kTile) && kDqColumns == 64), "a tile of dq is four boxes of sums");
 
-  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask>;
+  using WorkTile = sm90::WorkTile<kBlockM, kBlockN, kByHeads, false, kBlockMask, kBatchEntries, kBias>;
 
   struct alignas(1024) SharedStorage {
-    uint8_t k[kKeyBytes];                                  // (kBlockN, kHeadDim)
-    uint8_t v[kKeyBytes];                                  // (kBlockN, kHeadDim)
-    uint8_t q[kStages][kQueryBytes];                       // (kBlockM, kHeadDim)
-    uint8_t dout[kDoutStages][kQueryBytes];                // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];        // before dS, the bias of the same iteration
-    float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];  // 64 x 64 per warpgroup, two boxes of 32 columns
-    alignas(128) float lse_log2[kStages][kBlockM];
-    alignas(128) float delta[kDoutStages][kBlockM];
+    uint8_t k[kBatchEntries * kKeyBytes];                    // (kBlockN, kHeadDim) of each batch entry
+    uint8_t v[kBatchEntries * kKeyBytes];                    // (kBlockN, kHeadDim)
+    uint8_t q[kStages][kBatchEntries * kQueryBytes];         // (kBlockM, kHeadDim)
+    uint8_t dout[kDoutStages][kBatchEntries * kQueryBytes];  // (kBlockM, kHeadDim)
+    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias of the same iteration
+    float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];    // 64 x 64 per warpgroup, two boxes of 32 columns
+    alignas(128) float lse_log2[kStages][kColumns];
+    alignas(128) float delta[kDoutStages][kColumns];
     WorkTile work[2];  // this work tile and the next
     SchedulerState scheduler;
     uint64_t work_full[2];          // the scheduler arrives
@@ -116,6 +126,7 @@ struct Traits {
     DqAdd adds[kDqAdders];                               // of the store warps, if the last add writes dq
     QueryBlockEntry listed[kBlockMask ? kStages : 1];    // block masks: what the stages of q hold
     PhiloxState philox;                                  // kernels with dropout
+    uint8_t hidden_keys[kBias ? kConsumerThreads : 1];   // by the key mask: bits of each thread's keys (KeyMask)
   };
 
   static __device__ void init_barriers(SharedStorage& smem) {

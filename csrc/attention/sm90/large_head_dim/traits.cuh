@@ -46,7 +46,8 @@ struct Traits {
   static constexpr int kKeyAtomBytes = kBlockN * kAtomRowBytes;    // 64 columns of k or v
   static constexpr int kQueryAtomBytes = kBlockM * kAtomRowBytes;  // 64 columns of q or dout
   static constexpr int kRowValueBytes = kBlockM * 4;
-  static constexpr bool kBias = false;  // for producer.cuh: no bias through TMA
+  static constexpr int kBatchEntries = 1;  // of a work tile, as in sm90::Traits
+  static constexpr bool kBias = false;     // for producer.cuh: no bias through TMA
   static constexpr int kWarps = kWarpgroupThreads / 32;
 
   // Groups of 16 columns of k and v, first operands of S and dP, that fit in the registers that a warpgroup has left.

@@ -16,7 +16,7 @@ struct PlainScores {
 
   // The accumulators of dP start as delta, from which the product is subtracted; else 32 subtractions follow the
   // product. 1 % faster with 64 queries, 1 to 3 % slower with 128.
-  static constexpr bool kDeltaFirst = Traits::kBlockM <= 64;
+  static constexpr bool kDeltaFirst = Traits::kColumns <= 64;
 
   template <typename Consumer>
   __device__ __forceinline__ explicit PlainScores(const Consumer&) {}
@@ -68,7 +68,7 @@ struct PlainScores {
 
   // Called after dQ is issued, and before the next loads may overwrite what the iteration left in shared memory.
   template <typename Consumer>
-  static __device__ __forceinline__ void store_bias_gradient(const Consumer&) {}
+  static __device__ __forceinline__ void store_bias_gradient(const Consumer&, const Operand&) {}
   static __device__ __forceinline__ void release_gradients() {}
 
  protected:

@@ -1,0 +1,30 @@
+// Sizes of the kernels for head dimensions 257 to 512. Host code includes this too: no CUDA here.
+#pragma once
+
+#include <cstdint>
+
+#include "../../../common/warpgroup.h"
+#include "../../built_head_dims.h"
+
+namespace flashbwd::sm90::head_dim_512 {
+
+constexpr int kRows = 64;                        // of a block of queries or keys
+constexpr int kThreads = 3 * kWarpgroupThreads;  // a producer warpgroup and two consumer warpgroups
+constexpr int kSharedMemoryBytes = 227 * 1024;   // most that a CTA can have
+
+// 65536 registers for 3 warpgroups are 512 per lane, allocated in steps of 8.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+
+// Head dimensions in shared memory, of q and k as of v and dout; TMA pads smaller ones with zeros.
+constexpr int32_t kHeadDims[] = {320, 384, 512};
+
+// The smallest of them that holds `head_dim` columns, or -1.
+constexpr int32_t padded_head_dim(int64_t head_dim) {
+  for (const int32_t padded : kHeadDims) {
+    if (is_built(padded) && head_dim <= padded) return padded;
+  }
+  return -1;
+}
+
+}  // namespace flashbwd::sm90::head_dim_512

@@ -22,7 +22,7 @@ LEFT, RIGHT = 0, 1
 class Faults:
     """Planted faults; each must make a simulation fail."""
 
-    owner_alone_releases: bool = False  # a half is free as soon as its owner has read it
+    releases_early: bool = False  # a warpgroup releases its half of a tile before its product has read it
     expects_late: bool = False  # a thread expects the next bytes only after its warps have said that they have read
     skips_full: bool = False  # a warpgroup does not wait for the tile itself before its product over the rows
     sends_at_once: bool = False  # a CTA sends without a wait for the other CTA to have read
@@ -57,10 +57,7 @@ class KeyGradientsCta:
         self.buffers = Buffers(rng)
         self.kept_full = Barrier()
         self.full = [ring(2, 1) for _ in range(STAGES)]
-        self.empty = [
-            [Barrier(1 if half == s or faults.owner_alone_releases else 2) for half in (LEFT, RIGHT)]
-            for s in range(STAGES)
-        ]
+        self.empty = [[Barrier(1 if half == s else 2) for half in (LEFT, RIGHT)] for s in range(STAGES)]
         self.received = [BytesBarrier() for _ in range(STAGES)]
         self.sent_empty, self.ds_full = ring(STAGES, 2), ring(STAGES, 1)
         self.results: list[tuple[int, int]] = []  # (half, iteration) of each product that adds to the gradient
@@ -98,9 +95,12 @@ class KeyGradientsCta:
             for slot in range(count):
                 yield from self.issue(half, slot, index + slot, phase)
             for slot in range(count):  # the products complete
+                if self.faults.releases_early:
+                    self.empty[slot][half].arrive()
                 yield from self.buffers.read(("streamed", slot, half), index + slot)
                 self.results.append((half, index + slot))
-                self.empty[slot][half].arrive()
+                if not self.faults.releases_early:
+                    self.empty[slot][half].arrive()
 
     def multiply(self, half: int, index: int, phase: int) -> Role:
         for side in (LEFT, RIGHT):
@@ -116,15 +116,11 @@ class KeyGradientsCta:
         yield from self.buffers.read(("row values", half), index)
         self.buffers.write(("exchange", half), ("dS", index))
         self.ds_full[half].arrive()
-        self.release_product(half)
+        self.empty[half][1 - half].arrive()
 
     def compute_dp(self, half: int, index: int, phase: int) -> Role:
-        self.release_product(half)
+        self.empty[half][1 - half].arrive()
         yield from self.send(half, ("dP", index), phase)
-
-    def release_product(self, half: int) -> None:
-        if not self.faults.owner_alone_releases:
-            self.empty[half][1 - half].arrive()
 
     def send(self, half: int, value: object, phase: int) -> Role:
         if not self.faults.sends_at_once:

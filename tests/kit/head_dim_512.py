@@ -23,7 +23,6 @@ class Faults:
     """Planted faults; each must make a simulation fail."""
 
     releases_early: bool = False  # a warpgroup releases its half of a tile before its product has read it
-    expects_late: bool = False  # a thread expects the next bytes only after its warps have said that they have read
     skips_full: bool = False  # a warpgroup does not wait for the tile itself before its product over the rows
     sends_at_once: bool = False  # a CTA sends without a wait for the other CTA to have read
     keys_by_scores: bool = False  # dq: the warpgroup of S releases both halves of k before it has used the left one
@@ -131,7 +130,7 @@ class KeyGradientsCta:
 
     def wait_received(self, half: int, slot: int, phase: int) -> Role:
         yield self.received[slot], phase
-        if slot == half and not self.faults.expects_late:
+        if slot == half:
             self.received[slot].expect()
 
     def issue(self, half: int, slot: int, index: int, phase: int) -> Role:
@@ -142,9 +141,6 @@ class KeyGradientsCta:
             yield from self.wait_received(half, slot, phase)
             yield from self.buffers.read(("exchange", slot), ("P", index))
         self.other.sent_empty[slot].arrive()
-        if self.faults.expects_late and slot == half:
-            yield self.buffers.delay, 0
-            self.received[slot].expect()
         if not self.faults.skips_full:
             yield self.full[slot][half], phase
 

@@ -92,15 +92,6 @@ __device__ __forceinline__ void store_to_cta(int32_t* destination, uint64_t* bar
                : "memory");
 }
 
-// The same for 16 bytes.
-__device__ __forceinline__ void store_to_cta(void* destination, uint64_t* barrier, uint32_t rank, const uint4& value) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          address_in_cta(destination, rank)),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(address_in_cta(barrier, rank))
-      : "memory");
-}
-
 // Arrives at another CTA's barrier. This thread's earlier reads are complete, but its earlier writes are not yet
 // visible to the other CTA: a release at cluster scope would compile to a GPU-wide fence.
 __device__ __forceinline__ void mbarrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {

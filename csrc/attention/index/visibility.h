@@ -36,11 +36,6 @@ struct Visibility {
   FLASHBWD_HOST_DEVICE constexpr bool full() const { return lo <= 1 - seqlen_q && hi >= seqlen_k; }
 };
 
-// The same pairs with queries and keys exchanged.
-FLASHBWD_HOST_DEVICE constexpr Visibility transposed(const Visibility& v) {
-  return {v.seqlen_k, v.seqlen_q, 1 - v.hi, 1 - v.lo};
-}
-
 // The window of query i reaches from `window_left` keys before the diagonal j = i + off to `window_right` keys after
 // it. off is 0 for kTopLeft, else seqlen_k - seqlen_q. Negative windows are unbounded; a causal mask has window_right
 // 0. j - i always lies in [1 - seqlen_q, seqlen_k - 1], so clamping lo and hi to [-seqlen_q, seqlen_k] changes no pair.

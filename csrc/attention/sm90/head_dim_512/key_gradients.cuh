@@ -5,6 +5,7 @@
 
 #include "../../../common/launch_overlap.cuh"
 #include "epilogue.cuh"
+#include "exchange.cuh"
 #include "producer.cuh"
 #include "scores.cuh"
 

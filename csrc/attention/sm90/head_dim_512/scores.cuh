@@ -71,27 +71,4 @@ __device__ __forceinline__ void score_gradients(const AttentionBackwardParams& p
   }
 }
 
-// Packed scores in this thread's slots of the first half of an exchange buffer.
-template <typename Exchange>
-__device__ __forceinline__ void store_packed(Exchange& exchange, int32_t thread,
-                                             const uint32_t (&packed)[kScores / 2]) {
-#pragma unroll
-  for (int j = 0; j < kScores / 8; ++j) {
-    reinterpret_cast<uint4&>(exchange[j][thread]) =
-        make_uint4(packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
-  }
-}
-
-template <typename Exchange>
-__device__ __forceinline__ void load_packed(uint32_t (&packed)[kScores / 2], const Exchange& exchange, int32_t thread) {
-#pragma unroll
-  for (int j = 0; j < kScores / 8; ++j) {
-    const float4 slot = load_in_order(exchange[j][thread]);
-    packed[4 * j] = __float_as_uint(slot.x);
-    packed[4 * j + 1] = __float_as_uint(slot.y);
-    packed[4 * j + 2] = __float_as_uint(slot.z);
-    packed[4 * j + 3] = __float_as_uint(slot.w);
-  }
-}
-
 }  // namespace flashbwd::sm90::head_dim_512

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../../index/tile_order.h"
+#include "../../index/transposed.h"
 #include "../../sequence.cuh"
 #include "config.h"
 #include "kernel_params.h"

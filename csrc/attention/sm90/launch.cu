@@ -193,7 +193,7 @@ RowsReadyWriter rows_ready(const KernelParams& params) {
 const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan,
                 const CompiledScoreMod* score_mod, void* stream) {
   if (!begin_context()) return "the thread's current device has no context";
-  if (plan.sm90.padded_head_dim > 0) return head_dim_512::run(caller_params, plan, stream);
+  if (plan.config >= kNumTiles) return head_dim_512::run(caller_params, plan, stream);
   const Tile& tile = kTiles[plan.config];
   const BiasGradientScratch& scratch = plan.sm90.bias_gradient;
   AttentionBackwardParams p = caller_params;

@@ -61,7 +61,6 @@ inline ZeroedRegion zeroed_region(const AttentionProblem& p, const Tile& tile) {
 
 // What the plan of a call carries to the launcher.
 struct KernelPlan {
-  int32_t padded_head_dim = 0;  // above head dimension 256, in head_dim_512/, which needs nothing else; otherwise 0
   Schedule schedule;
   ZeroedRegion zeroed;
   bool has_semaphores = false;

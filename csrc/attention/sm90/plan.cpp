@@ -1,3 +1,5 @@
+#include "head_dim_512/plan.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -8,7 +10,6 @@
 #include "../pre_post/lse_delta.h"
 #include "../pre_post/rows_ready.h"
 #include "config.h"
-#include "head_dim_512/plan.h"
 #include "layout.h"
 #include "schedule.h"
 

@@ -16,13 +16,16 @@ constexpr int kSharedMemoryBytes = 227 * 1024;   // most that a CTA can have
 constexpr int kProducerRegisters = 40;
 constexpr int kConsumerRegisters = 232;
 
-// Head dimensions in shared memory, of q and k as of v and dout; TMA pads smaller ones with zeros.
+// Head dimensions in shared memory, of q and k as of v and dout; TMA pads smaller ones with zeros. In a plan, these
+// rows follow those of kTiles.
 constexpr int32_t kHeadDims[] = {320, 384, 512};
 
-// The smallest of them that holds `head_dim` columns, or -1.
-constexpr int32_t padded_head_dim(int64_t head_dim) {
-  for (const int32_t padded : kHeadDims) {
-    if (is_built(padded) && head_dim <= padded) return padded;
+constexpr int kNumHeadDims = sizeof(kHeadDims) / sizeof(kHeadDims[0]);
+
+// The index of the smallest of them that holds `head_dim` columns, or -1.
+constexpr int32_t find_head_dim(int64_t head_dim) {
+  for (int32_t i = 0; i < kNumHeadDims; ++i) {
+    if (is_built(kHeadDims[i]) && head_dim <= kHeadDims[i]) return i;
   }
   return -1;
 }

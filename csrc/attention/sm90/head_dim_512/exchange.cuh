@@ -8,11 +8,10 @@ namespace flashbwd::sm90::head_dim_512 {
 
 // Stores 16 bytes to `destination` in another CTA; its `barrier` receives the bytes.
 __device__ __forceinline__ void store_to_cta(void* destination, uint64_t* barrier, uint32_t rank, const uint4& value) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          address_in_cta(destination, rank)),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(address_in_cta(barrier, rank))
-      : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   address_in_cta(destination, rank)),
+               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(address_in_cta(barrier, rank))
+               : "memory");
 }
 
 // Packed scores in this thread's slots of the first half of an exchange buffer.

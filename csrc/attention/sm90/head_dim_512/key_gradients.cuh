@@ -128,8 +128,8 @@ struct KeyGradientsConsumer {
       send(j, make_uint4(packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]));
     }
     wait_received<kHalf>(phase);
-    score_gradients(params.attention, smem.exchange[kHalf], place.thread, ValuesOfColumns{smem.delta[kHalf] + place.column},
-                    s, derivative);
+    score_gradients(params.attention, smem.exchange[kHalf], place.thread,
+                    ValuesOfColumns{smem.delta[kHalf] + place.column}, s, derivative);
     pack<T>(packed, s);
     store_packed(smem.exchange[kHalf], place.thread, packed);
     mbarrier_arrive(&smem.ds_full[kHalf]);

@@ -1,6 +1,4 @@
 // Runs a plan: encodes the parameters of the kernels, then launches the preprocess and both kernels.
-#include "launch.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -10,9 +8,11 @@
 #include "../../pre_post/bounded_lengths.h"
 #include "../../pre_post/launch.h"
 #include "../../pre_post/sink_gradient.h"
+#include "../config.h"
 #include "../heads_map.h"
 #include "config.h"
 #include "kernel_params.h"
+#include "launch.h"
 #include "plan.h"
 
 namespace flashbwd::sm90::head_dim_512 {
@@ -37,15 +37,16 @@ const char* make_params(const AttentionBackwardParams& p, const AttentionPlan& p
   return done ? nullptr : "sm90: the driver could not encode a tensor map";
 }
 
+// Finds row `index` of kHeadDims.
 template <typename T, int kIndex = 0>
-const char* dispatch(int32_t head_dim, const KernelParams& params, void* stream) {
-  if constexpr (kIndex == sizeof(kHeadDims) / sizeof(kHeadDims[0])) {
+const char* dispatch(int32_t index, const KernelParams& params, void* stream) {
+  if constexpr (kIndex == kNumHeadDims) {
     return "sm90: no such head dimension";
   } else {
     if constexpr (is_built(kHeadDims[kIndex])) {
-      if (head_dim == kHeadDims[kIndex]) return launch<T, kHeadDims[kIndex]>(params, stream);
+      if (index == kIndex) return launch<T, kHeadDims[kIndex]>(params, stream);
     }
-    return dispatch<T, kIndex + 1>(head_dim, params, stream);
+    return dispatch<T, kIndex + 1>(index, params, stream);
   }
 }
 
@@ -57,9 +58,9 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
   KernelParams params;
   if (const char* error = make_params(p, plan, &params)) return error;
   if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream)) return error;
-  const int32_t head_dim = plan.sm90.padded_head_dim;
-  const char* const error = p.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(head_dim, params, stream)
-                                                        : dispatch<__half>(head_dim, params, stream);
+  const int32_t index = plan.config - kNumTiles;
+  const char* const error = p.dtype == DType::kBFloat16 ? dispatch<__nv_bfloat16>(index, params, stream)
+                                                        : dispatch<__half>(index, params, stream);
   return error != nullptr ? error : launch_sink_gradient(p, params.lse_delta, stream);
 }
 

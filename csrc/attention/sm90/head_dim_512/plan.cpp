@@ -6,6 +6,7 @@
 #include "../../index/tile_order.h"
 #include "../../plan.h"
 #include "../../pre_post/lse_delta.h"
+#include "../config.h"
 #include "config.h"
 
 namespace flashbwd::sm90::head_dim_512 {
@@ -33,7 +34,7 @@ int64_t work_tiles(bool packed, int64_t batch, int64_t heads, int64_t rows, int6
 }
 
 std::string refusal(const AttentionProblem& problem) {
-  if (padded_head_dim(head_dim_of(problem)) < 0) {
+  if (find_head_dim(head_dim_of(problem)) < 0) {
     return "it has no tile with these features for head dimensions " + std::to_string(problem.head_dim) + " and " +
            std::to_string(problem.head_dim_v);
   }
@@ -46,14 +47,14 @@ std::string refusal(const AttentionProblem& problem) {
   const int64_t rows = problem.batch * problem.heads * LseDelta::padded(problem.seqlen_q);
   if (work_tiles(problem.varlen, problem.batch, problem.heads_kv, problem.seqlen_k, problem.total_k) > kMost / 2 ||
       work_tiles(problem.varlen, problem.batch, problem.heads, problem.seqlen_q, problem.total_q) > kMost / 2 ||
-      rows > kMost / 2 || problem.heads * problem.total_q > kMost) {
+      rows > kMost / 2 || problem.heads * problem.total_q > kMost || problem.total_k > kMost) {
     return "batch * heads * rows is too large for one launch";
   }
   return "";
 }
 
 void plan(const AttentionProblem& problem, AttentionPlan* plan) {
-  plan->sm90.padded_head_dim = padded_head_dim(head_dim_of(problem));
+  plan->config = kNumTiles + find_head_dim(head_dim_of(problem));
   plan->block_m = plan->block_n = kRows;
   plan->deterministic = true;
   plan->schedule = "a kernel for dk and dv, two CTAs per key block; then a kernel for dq, one CTA per query block";

@@ -46,10 +46,10 @@ struct Traits {
     alignas(128) float delta[kStages][kRows];
     WorkTile work;
     uint64_t kept_full;
-    uint64_t landed;             // Loader::load
-    uint64_t full[kStages][2];   // of each half of a streamed tile
-    uint64_t empty[kStages][2];  // each warp that reads the half arrives
-    uint64_t received[kStages];  // a consumer thread arrives, the other CTA sends bytes
+    uint64_t landed;               // Loader::load
+    uint64_t full[kStages][2];     // of each half of a streamed tile
+    uint64_t empty[kStages][2];    // each warp that reads the half arrives
+    uint64_t received[kStages];    // a consumer thread arrives, the other CTA sends bytes
     uint64_t sent_empty[kStages];  // every consumer warp of the other CTA arrives, after it has read what this one sent
     uint64_t ds_full[kStages];     // rank 0: every thread of the warpgroup that computes dS arrives
   };
@@ -61,7 +61,8 @@ struct Traits {
     Exchange exchange;  // dP, then dS in its place
   };
   // One v fits in as many atoms as shared memory has left, with 2 KB for the rest.
-  static constexpr int kFreeAtoms = (kSharedMemoryBytes - 2048 - static_cast<int>(sizeof(QueryGradientsTiles))) / kAtomBytes;
+  static constexpr int kFreeAtoms =
+      (kSharedMemoryBytes - 2048 - static_cast<int>(sizeof(QueryGradientsTiles))) / kAtomBytes;
   static constexpr int kValueAtoms = kFreeAtoms < kAtoms ? kFreeAtoms : kAtoms;
   static_assert(kValueAtoms >= 2, "v is streamed atom by atom");
 

@@ -11,12 +11,12 @@
 namespace flashbwd::sm90::head_dim_512 {
 
 struct WorkTile {
-  Visibility visibility;  // with the kept rows as keys and the streamed rows as queries
-  BlockRange blocks;      // streamed blocks
-  BlockRange interior;    // those of them that need no mask
-  int32_t batch, head;    // head of the kept rows
-  int32_t first_row;      // kept rows, within the sequence
-  int32_t rows;           // from first_row to the physical end of the sequence, may exceed kRows
+  Visibility visibility;               // with the kept rows as keys and the streamed rows as queries
+  BlockRange blocks;                   // streamed blocks
+  BlockRange interior;                 // those of them that need no mask
+  int32_t batch, head;                 // head of the kept rows
+  int32_t first_row;                   // kept rows, within the sequence
+  int32_t rows;                        // from first_row to the physical end of the sequence, may exceed kRows
   int32_t kept_begin, streamed_begin;  // first rows of the sequence in packed tensors
   bool exists;                         // false: past the end of its sequence
 

@@ -645,7 +645,7 @@ def test_head_dimensions_above_256_need_a_request(host: ModuleType, changes: dic
 
 
 def test_head_dimensions_above_256_need_no_accumulator(host: ModuleType) -> None:
-    features = {"softcap": 20.0, "has_sink": True, "has_dlse": True, "window_left": 7, "window_right": 0}
+    features = {"softcap": 20.0, "has_sink": True, "window_left": 7, "window_right": 0}
     plan = plan_of(host, head_dim=512, head_dim_v=512, **features)
     assert (plan.block_m, plan.block_n) == (64, 64)
     assert plan.deterministic and not plan.cooperative

@@ -130,9 +130,7 @@ def test_the_bit_of_a_column_is_set_iff_its_pair_is_visible(
 
 @given(mask=masks(), block_m=blocks, block_n=blocks)
 @settings(max_examples=500, deadline=None)
-def test_a_transposed_mask_has_the_same_pairs(
-    mask: tuple[int, int, int, int, Any], block_m: int, block_n: int
-) -> None:
+def test_a_transposed_mask_has_the_same_pairs(mask: tuple[int, int, int, int, Any], block_m: int, block_n: int) -> None:
     v, seen = host.transposed(host.make_visibility(*mask)), visible_pairs(*mask).T
     got = [[v.visible(i, j) for j in range(-2, mask[0] + 2)] for i in range(-2, mask[1] + 2)]
     np.testing.assert_array_equal(np.array(got), np.pad(seen, 2))

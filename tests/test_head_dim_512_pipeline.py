@@ -11,7 +11,7 @@ from kit.head_dim_512 import Faults, QueryGradientsCta, key_gradients_ctas
 
 SEEDS = range(60)
 NO_FAULTS = Faults()
-ATOMS = {320: (5, 5), 384: (6, 6), 512: (8, 2)}  # of a tile of v, and the slots that it passes through
+ATOMS = {320: (5, 5, 0), 384: (6, 6, 0), 512: (8, 2, 2)}  # of a tile of v, its slots, and those of them in dout
 
 
 def key_gradients_end(iterations: int, seed: int, faults: Faults = NO_FAULTS) -> bool:
@@ -51,7 +51,8 @@ def test_planted_fault_in_the_cluster_is_found(fault: str) -> None:
     assert any(fails(seed) for seed in range(300))
 
 
-def test_planted_fault_in_the_cta_of_dq_is_found() -> None:
+@pytest.mark.parametrize("fault", ["keys_by_scores", "dout_is_empty"])
+def test_planted_fault_in_the_cta_of_dq_is_found(fault: str) -> None:
     with pytest.raises(AssertionError, match="holds"):
         for seed in range(300):
-            query_gradients_end(8, 512, seed, Faults(keys_by_scores=True))
+            query_gradients_end(8, 512, seed, Faults(**{fault: True}))

@@ -26,6 +26,7 @@ class Faults:
     skips_full: bool = False  # a warpgroup does not wait for the tile itself before its product over the rows
     sends_at_once: bool = False  # a CTA sends without a wait for the other CTA to have read
     keys_by_scores: bool = False  # dq: the warpgroup of S releases both halves of k before it has used the left one
+    dout_is_empty: bool = False  # dq: the loader takes slots in dout for empty from the start
 
 
 @dataclass
@@ -153,14 +154,21 @@ def key_gradients_ctas(iterations: int, rng: random.Random, faults: Faults) -> l
 
 
 class QueryGradientsCta:
-    """The CTA that computes dq of a work tile. v passes through ``value_atoms`` slots, ``atoms`` for each tile."""
+    """The CTA that computes dq of a work tile.
 
-    def __init__(self, iterations: int, atoms: int, value_atoms: int, rng: random.Random, faults: Faults) -> None:
+    The ``atoms`` of v pass through ``free_slots`` slots, and through as many slots in dout as ``register_atoms``.
+    """
+
+    def __init__(
+        self, iterations: int, atoms: int, free_slots: int, register_atoms: int, rng: random.Random, faults: Faults
+    ) -> None:
         self.iterations, self.atoms, self.faults = iterations, atoms, faults
         self.buffers = Buffers(rng)
         self.q_full, self.dout_full = Barrier(), Barrier()
         self.k_full, self.k_empty = ring(2, 1), [Barrier(1), Barrier(2)]
-        self.v_full, self.v_empty = ring(value_atoms, 1), ring(value_atoms, 1)
+        self.free_slots, self.register_atoms = free_slots, register_atoms
+        slots = free_slots + register_atoms
+        self.v_full, self.v_empty = ring(slots, 1), ring(slots, 1)
         self.dp_full, self.ds_full = Barrier(), Barrier()
         self.results: list[tuple[int, int]] = []
 
@@ -177,10 +185,14 @@ class QueryGradientsCta:
                 self.k_full[half].arrive()
 
     def load_values(self) -> Role:
+        for atom in range(self.register_atoms):
+            self.buffers.write(("v", self.free_slots + atom), "dout")
+        yield self.buffers.delay, 0
         self.dout_full.arrive()
         for count in range(self.iterations * self.atoms):
             slot, phase = stage(count, len(self.v_full))
-            yield self.v_empty[slot], phase ^ 1
+            starts_empty = slot < self.free_slots or self.faults.dout_is_empty
+            yield self.v_empty[slot], phase ^ 1 if starts_empty else phase
             self.buffers.write(("v", slot), count)
             yield self.buffers.delay, 0
             self.v_full[slot].arrive()
@@ -207,6 +219,9 @@ class QueryGradientsCta:
 
     def values(self) -> Role:
         yield self.dout_full, 0
+        for slot in range(self.free_slots, self.free_slots + self.register_atoms):
+            yield from self.buffers.read(("v", slot), "dout")
+            self.v_empty[slot].arrive()
         for index in range(self.iterations):
             phase = index & 1
             for atom in range(self.atoms):

@@ -2,6 +2,8 @@
 // computes dP = dO V^T and the right columns. Nothing is added in global memory, so dq needs no accumulator.
 #pragma once
 
+#include <algorithm>
+
 #include "../../../common/launch_overlap.cuh"
 #include "epilogue.cuh"
 #include "exchange.cuh"
@@ -19,7 +21,7 @@ __device__ void load_query_gradients(const KernelParams& params, typename Traits
   Loader loader{params, smem.landed[kLoadsValues]};
   const TileRows queries = {kLoadsValues ? &params.dout : &params.q, work.kept_begin + work.first_row, work.head,
                             p.cu_seqlens_q != nullptr ? 0 : work.batch, work.valid_rows()};
-  loader.load(queries, kLoadsValues ? smem.dout : smem.q, 0, Traits::kAtoms,
+  loader.load(queries, kLoadsValues ? smem.dout[0] : smem.q, 0, Traits::kAtoms,
               kLoadsValues ? &smem.dout_full : &smem.q_full);
   const int32_t head = work.head / (p.heads / p.heads_kv), batch = p.cu_seqlens_k != nullptr ? 0 : work.batch;
   int32_t slot = 0;
@@ -31,9 +33,10 @@ __device__ void load_query_gradients(const KernelParams& params, typename Traits
     if constexpr (kLoadsValues) {
 #pragma unroll 1
       for (int32_t atom = 0; atom < Traits::kAtoms; ++atom) {
-        mbarrier_wait(&smem.v_empty[slot], phase ^ 1);
-        loader.load(keys, smem.v[slot], atom, 1, &smem.v_full[slot]);
-        if (++slot == Traits::kValueAtoms) {
+        // A slot in dout is not empty at first: its barrier completes a phase when dout is in registers.
+        mbarrier_wait(&smem.v_empty[slot], slot < Traits::kFreeSlots ? phase ^ 1 : phase);
+        loader.load(keys, smem.value_slot(slot), atom, 1, &smem.v_full[slot]);
+        if (++slot == Traits::kSlots) {
           slot = 0;
           phase ^= 1;
         }
@@ -54,6 +57,8 @@ template <typename Traits>
 struct QueryGradientsConsumer {
   using T = typename Traits::T;
   static constexpr int kRightBytes = Traits::first_atom(1) * kAtomBytes;
+  static constexpr int kAtomSteps = kAtomColumns / 16;   // of a product over the columns of an atom
+  static constexpr int kAtomRegisters = kAtomSteps * 4;  // of a first operand
 
   const KernelParams& params;
   typename Traits::QueryGradientsStorage& smem;
@@ -89,7 +94,8 @@ struct QueryGradientsConsumer {
   // Warpgroup 1. A thread writes its slots of the exchange buffer again only after it has read dS from them.
   __device__ __forceinline__ void run_values(float (&dq)[Traits::accumulators(1)]) {
     if (work.blocks.empty()) return;
-    mbarrier_wait(&smem.dout_full, 0);
+    uint32_t dout[std::max(Traits::kRegisterAtoms, 1)][kAtomRegisters];
+    load_dout(dout);
     int32_t slot = 0;
     uint32_t phase = 0, slot_phase = 0;
 #pragma unroll 1
@@ -97,7 +103,7 @@ struct QueryGradientsConsumer {
       uint32_t packed[kScores / 2];
       {
         float dp[kScores];
-        multiply_values(dp, slot, slot_phase);
+        multiply_values(dp, dout, slot, slot_phase);
 #pragma unroll
         for (int j = 0; j < kScores / 4; ++j) {
           smem.exchange[j][place.thread] = make_float4(dp[4 * j], dp[4 * j + 1], dp[4 * j + 2], dp[4 * j + 3]);
@@ -125,23 +131,40 @@ struct QueryGradientsConsumer {
     fence_registers(s);
   }
 
+  // Moves the first atoms of dout to registers, and releases their slots.
+  template <int kAtoms>
+  __device__ __forceinline__ void load_dout(uint32_t (&dout)[kAtoms][kAtomRegisters]) {
+    mbarrier_wait(&smem.dout_full, 0);
+#pragma unroll
+    for (int atom = 0; atom < Traits::kRegisterAtoms; ++atom) {
+      load_operand<kAtomBytes, kAtomSteps>(dout[atom], smem_address(smem.dout[atom]), place.warp, place.lane);
+      arrive_warp(&smem.v_empty[Traits::kFreeSlots + atom], place.lane);
+    }
+  }
+
   // dP: dout and v, whose atoms pass through the slots of a ring.
-  __device__ __forceinline__ void multiply_values(float (&dp)[kScores], int32_t& slot, uint32_t& slot_phase) {
-    const uint32_t dout = smem_address(smem.dout);
+  template <int kAtoms>
+  __device__ __forceinline__ void multiply_values(float (&dp)[kScores], uint32_t (&dout)[kAtoms][kAtomRegisters],
+                                                  int32_t& slot, uint32_t& slot_phase) {
     int32_t before = 0;  // the slot before
 #pragma unroll
     for (int atom = 0; atom < Traits::kAtoms; ++atom) {
-      const uint32_t a = dout + atom * kAtomBytes, b = smem_address(smem.v[slot]);
       mbarrier_wait(&smem.v_full[slot], slot_phase);
+      const uint32_t a = smem_address(smem.dout[atom]), b = smem_address(smem.value_slot(slot));
+      constexpr int kFirstSteps = Traits::kRegisterAtoms > 0 ? kAtomSteps : 0;
       if (atom == 0) {
-        product<T, 4, false, RowsOperand, RowsOperand>(dp, a, b);
+        product<T, kAtomSteps, kFirstSteps, false, RowsOperand, RowsOperand>(dp, dout[0], a, b);
+      } else if (atom < Traits::kRegisterAtoms) {
+        product<T, kAtomSteps, kAtomSteps, true, RowsOperand, RowsOperand>(dp, dout[atom % kAtoms], a, b);
       } else {
-        product<T, 4, true, RowsOperand, RowsOperand>(dp, a, b);
+        product<T, kAtomSteps, true, RowsOperand, RowsOperand>(dp, a, b);
+      }
+      if (atom > 0) {
         wait_products<1>();
         arrive_warp(&smem.v_empty[before], place.lane);
       }
       before = slot;
-      const bool wraps = slot + 1 == Traits::kValueAtoms;
+      const bool wraps = slot + 1 == Traits::kSlots;
       slot = wraps ? 0 : slot + 1;
       slot_phase ^= wraps;
     }
@@ -167,7 +190,7 @@ __device__ void compute_query_gradients(const KernelParams& params, typename Tra
   for (int i = 0; i < Traits::accumulators(kHalf); ++i) dq[i] *= params.attention.softmax_scale;
   // Each warpgroup stages in the operand that it alone has read.
   store_gradient<typename Traits::T, Traits::atoms_of(kHalf)>(
-      params.dq, smem.work, Traits::first_atom(kHalf) * kAtomColumns, kHalf == 0 ? smem.q : smem.dout,
+      params.dq, smem.work, Traits::first_atom(kHalf) * kAtomColumns, kHalf == 0 ? smem.q : smem.dout[0],
       kWarpgroupBarrier + kHalf, dq);
 }
 

@@ -54,26 +54,30 @@ struct Traits {
     uint64_t ds_full[kStages];     // rank 0: every thread of the warpgroup that computes dS arrives
   };
 
-  struct QueryGradientsTiles {
-    uint8_t q[kTileBytes];
-    uint8_t dout[kTileBytes];
-    uint8_t k[kTileBytes];
-    Exchange exchange;  // dP, then dS in its place
-  };
-  // One v fits in as many atoms as shared memory has left, with 2 KB for the rest.
+  // v passes through slots of one atom each: as many as shared memory has room for, with 2 KB for the rest. If not all
+  // of v fits, a warpgroup keeps some atoms of dout in registers, and their place becomes slots too.
   static constexpr int kFreeAtoms =
-      (kSharedMemoryBytes - 2048 - static_cast<int>(sizeof(QueryGradientsTiles))) / kAtomBytes;
-  static constexpr int kValueAtoms = kFreeAtoms < kAtoms ? kFreeAtoms : kAtoms;
-  static_assert(kValueAtoms >= 2, "v is streamed atom by atom");
+      (kSharedMemoryBytes - 2048 - 3 * kTileBytes - static_cast<int>(kExchangeBytes)) / kAtomBytes;
+  static constexpr int kFreeSlots = kFreeAtoms < kAtoms ? kFreeAtoms : kAtoms;
+  static constexpr int kRegisterAtoms = kFreeSlots < kAtoms ? 2 : 0;  // the first ones of dout, 16 registers each
+  static constexpr int kSlots = kFreeSlots + kRegisterAtoms;
 
-  struct alignas(1024) QueryGradientsStorage : QueryGradientsTiles {
-    uint8_t v[kValueAtoms][kAtomBytes];
+  struct alignas(1024) QueryGradientsStorage {
+    uint8_t q[kTileBytes];
+    uint8_t k[kTileBytes];
+    Exchange exchange;                       // dP, then dS in its place
+    uint8_t values[kFreeSlots][kAtomBytes];  // slots of v; those in dout follow
+    uint8_t dout[kAtoms][kAtomBytes];
     WorkTile work;
     uint64_t q_full, dout_full;
-    uint64_t landed[2];                                  // Loader::load, of the warps that load k and v
-    uint64_t k_full[2], k_empty[2];                      // of each half of k
-    uint64_t v_full[kValueAtoms], v_empty[kValueAtoms];  // every warp of the warpgroup of dP arrives
-    uint64_t dp_full, ds_full;                           // every thread of the warpgroup that has written arrives
+    uint64_t landed[2];                        // Loader::load, of the warps that load k and v
+    uint64_t k_full[2], k_empty[2];            // of each half of k
+    uint64_t v_full[kSlots], v_empty[kSlots];  // every warp of the warpgroup of dP arrives
+    uint64_t dp_full, ds_full;                 // every thread of the warpgroup that has written arrives
+
+    __device__ __forceinline__ uint8_t* value_slot(int32_t slot) {
+      return slot < kFreeSlots ? values[slot] : dout[slot - kFreeSlots];
+    }
   };
 
   static __device__ void init_barriers(KeyGradientsStorage& smem) {

@@ -5,6 +5,7 @@
 
 #include "../../../common/warpgroup.h"
 #include "../../built_head_dims.h"
+#include "../../index/tile_order.h"
 
 namespace flashbwd::sm90::head_dim_512 {
 
@@ -28,6 +29,12 @@ constexpr int32_t find_head_dim(int64_t head_dim) {
     if (is_built(kHeadDims[i]) && head_dim <= kHeadDims[i]) return i;
   }
   return -1;
+}
+
+// Work tiles of kRows rows of k or q. `rows`: of the longest sequence, `total`: of all sequences. If packed, an upper
+// bound.
+constexpr int64_t work_tiles(bool packed, int64_t batch, int64_t heads, int64_t rows, int64_t total) {
+  return packed ? varlen_work_tiles(total, batch, heads, kRows) : batch * heads * ceil_div(rows, kRows);
 }
 
 }  // namespace flashbwd::sm90::head_dim_512

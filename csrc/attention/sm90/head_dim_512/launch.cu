@@ -13,7 +13,6 @@
 #include "config.h"
 #include "kernel_params.h"
 #include "launch.h"
-#include "plan.h"
 
 namespace flashbwd::sm90::head_dim_512 {
 namespace {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "../../index/tile_order.h"
 #include "../../plan.h"
 #include "../../pre_post/lse_delta.h"
 #include "../config.h"
@@ -28,10 +27,6 @@ std::string refused_feature(const AttentionProblem& problem) {
 }  // namespace
 
 bool is_for(const AttentionProblem& problem) { return head_dim_of(problem) > kLargestOfOthers; }
-
-int64_t work_tiles(bool packed, int64_t batch, int64_t heads, int64_t rows, int64_t total) {
-  return packed ? varlen_work_tiles(total, batch, heads, kRows) : batch * heads * ceil_div(rows, kRows);
-}
 
 std::string refusal(const AttentionProblem& problem) {
   if (find_head_dim(head_dim_of(problem)) < 0) {

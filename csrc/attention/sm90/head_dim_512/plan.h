@@ -1,7 +1,6 @@
-// What the plan of sm90 asks about head dimensions 257 to 512. No CUDA here.
+// What the plan of sm90 asks about head dimensions 257 to 512. Only _C has these functions. No CUDA here.
 #pragma once
 
-#include <cstdint>
 #include <string>
 
 #include "../../../common/types.h"
@@ -19,8 +18,5 @@ bool is_for(const AttentionProblem& problem);
 // As AttentionFamily::refusal and AttentionFamily::plan. The checks of all kernels of sm90 have passed.
 std::string refusal(const AttentionProblem& problem);
 void plan(const AttentionProblem& problem, AttentionPlan* plan);
-
-// Work tiles of 64 rows of k or q, or more if packed. `rows`: of a sequence, `total`: of all sequences.
-int64_t work_tiles(bool packed, int64_t batch, int64_t heads, int64_t rows, int64_t total);
 
 }  // namespace flashbwd::sm90::head_dim_512

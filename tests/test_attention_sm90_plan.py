@@ -57,8 +57,15 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
             {"has_bias": True, "need_dbias": True, "head_dim": 200},
             "it does not take the gradient of attn_bias at head dimensions above 192",
         ),
-        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 128"),
-        ({"head_dim_v": 257}, "it has no tile with these features for head dimensions 128 and 257"),
+        ({"head_dim": 520}, "it has no tile with these features for head dimensions 520 and 128"),
+        ({"head_dim_v": 513}, "it has no tile with these features for head dimensions 128 and 513"),
+        ({"head_dim": 264, "has_bias": True}, "it takes no attn_bias at head dimensions above 256"),
+        ({"head_dim_v": 257, "has_alibi": True}, "it takes no ALiBi at head dimensions above 256"),
+        ({"head_dim": 512, "dropout_p": 0.1}, "it takes no dropout at head dimensions above 256"),
+        ({"head_dim": 512, "has_key_mask": True}, "it does not take key_mask"),
+        ({"head_dim": 512, "aligned_16": False}, "multiples of 16 bytes"),
+        ({"head_dim": 512, "total_k": 1 << 31, "varlen": True}, "too large for one launch"),
+        ({"head_dim": 512, "seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
         ({"aligned_16": False}, "multiples of 16 bytes"),
         ({"batch": 0}, "nothing to launch for an empty batch"),
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
@@ -629,6 +636,25 @@ def test_the_lse_and_delta_take_two_floats_per_padded_row(
     # to 896.
     plan = plan_of(host, varlen=varlen)
     assert plan.workspace.delta_bytes == 2 * rows * 4 + flags
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 257}, {"head_dim_v": 512}, {"head_dim": 512, "head_dim_v": 320}])
+def test_head_dimensions_above_256_need_a_request(host: ModuleType, changes: dict[str, int]) -> None:
+    plan = plan_of(host, {"has_attention_sm80": True}, **changes)
+    assert plan.backend == "sm80"
+    assert dict(plan.refusals)["sm90"] == 'above head dimension 256, only use_backend("sm90") selects it'
+    assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **changes).backend == "sm90"
+
+
+def test_head_dimensions_above_256_need_no_accumulator(host: ModuleType) -> None:
+    features = {"softcap": 20.0, "has_sink": True, "window_left": 7, "window_right": 0}
+    plan = plan_of(host, head_dim=512, head_dim_v=512, **features)
+    assert (plan.block_m, plan.block_n) == (64, 64)
+    assert plan.deterministic and not plan.cooperative
+    assert (plan.workspace.accumulator_bytes, plan.workspace.semaphore_bytes) == (0, 0)
+    assert plan.workspace.bytes == plan.workspace.delta_bytes == 2 * 2 * 6 * 384 * 4
+    packed = plan_of(host, head_dim=512, head_dim_v=512, varlen=True, has_seqused=True)
+    assert packed.workspace.delta_bytes == 2 * 6 * 896 * 4
 
 
 def test_windows_packed_sequences_grouped_heads_and_sinks_are_supported(host: ModuleType) -> None:

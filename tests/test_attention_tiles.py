@@ -14,7 +14,19 @@ from support import GPU_TARGETS, Target, refusal, run, skip_where_refused, skip_
 pytestmark = pytest.mark.gpu
 
 KERNELS = [target for target in GPU_TARGETS if "-sm" in str(target.id) and "float32" not in str(target.id)]
-HEAD_DIMS = [(32, 32), (64, 40), (80, 80), (96, 96), (128, 128), (192, 128), (160, 160), (256, 256)]
+HEAD_DIMS = [
+    (32, 32),
+    (64, 40),
+    (80, 80),
+    (96, 96),
+    (128, 128),
+    (192, 128),
+    (160, 160),
+    (256, 256),
+    (320, 288),
+    (384, 384),
+    (512, 512),
+]
 DENSE = Case("dense", batch=2, heads=4, heads_kv=2, seqlen_q=200, seqlen_k=270, window_size=(70, 20))
 PACKED = Case("packed", heads=4, heads_kv=2, seqlens_q=(150, 1, 0, 77), seqlens_k=(140, 65, 3, 130), causal=True)
 # Each key block sees several query blocks of several heads.

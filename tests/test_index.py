@@ -128,6 +128,34 @@ def test_the_bit_of_a_column_is_set_iff_its_pair_is_visible(
         assert bits >> n & 1 == v.visible(i, key + row), (n, i)
 
 
+@given(mask=masks(), block_m=blocks, block_n=blocks)
+@settings(max_examples=500, deadline=None)
+def test_a_transposed_mask_has_the_same_pairs(mask: tuple[int, int, int, int, Any], block_m: int, block_n: int) -> None:
+    v, seen = host.transposed(host.make_visibility(*mask)), visible_pairs(*mask).T
+    got = [[v.visible(i, j) for j in range(-2, mask[0] + 2)] for i in range(-2, mask[1] + 2)]
+    np.testing.assert_array_equal(np.array(got), np.pad(seen, 2))
+    visited = defaultdict(list)
+    for (m, n), tile in tiles_of(seen, block_m, block_n).items():
+        visited[n] += [m] if tile.any() else []
+        begin, end = host.interior_query_blocks(v, n, block_m, block_n)
+        assert (begin <= m < end) == (tile.shape == (block_m, block_n) and bool(tile.all()))
+    for n, tiles in visited.items():
+        assert host.query_blocks(v, n, block_m, block_n) == as_range(tiles)
+
+
+@given(mask=masks(300), first_row=st.integers(0, 5), first_column=st.integers(0, 5), row=st.integers(0, 63))
+@settings(max_examples=500, deadline=None)
+def test_bits_of_a_transposed_mask_belong_to_keys(
+    mask: tuple[int, int, int, int, Any], first_row: int, first_column: int, row: int
+) -> None:
+    v = host.make_visibility(*mask)
+    query, key = 64 * first_row, 64 * first_column
+    for column in range(0, 8, 2):
+        bits = host.columns_that_see_64(host.transposed(v), query, key, row, column)
+        for n in range(16):
+            assert bits >> n & 1 == v.visible(query + row, key + column + n // 2 * 8 + n % 2)
+
+
 LOOPS = {
     "first_index": st.integers(0, 9),
     "heads": st.tuples(st.integers(0, 5), st.integers(1, 4)).map(lambda h: (h[0], h[0] + h[1])),

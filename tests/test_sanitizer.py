@@ -32,6 +32,9 @@ ATTENTION = [
     replace(TILES, name="tiles_256", head_dim=256, head_dim_v=256, heads=1),
     replace(TILES, name="tiles_full_256", head_dim=256, head_dim_v=256, causal=False),
     replace(TILES, name="tiles_512", head_dim=512, head_dim_v=320, deterministic=True),
+    replace(
+        TILES, name="tiles_varlen_320", seqlens_q=(200, 1, 0), seqlens_k=(130, 65, 5), head_dim=320, head_dim_v=320
+    ),
     replace(TILES, name="tiles_full", causal=False),
     replace(TILES, name="tiles_long", heads_kv=2, seqlen_q=2100, causal=False),  # dq is converted after the kernel
     replace(TILES, name="tiles_dropout", dropout_p=0.2),

@@ -65,7 +65,7 @@ def test_named_cases_run_and_are_refused_as_declared(case: Case) -> None:
         assert_as_declared(case, dtype)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 320])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 320, 520])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_pairs_of_features_run_and_are_refused_as_declared(feature: str, head_dim: int) -> None:
     plain = Case("pair", seqlen_q=70, seqlen_k=100, head_dim=head_dim, head_dim_v=head_dim)

@@ -198,7 +198,25 @@ def _feature_tables() -> Iterator[AttentionCase]:
         )
 
 
-ATTENTION_CASES: tuple[AttentionCase, ...] = (*_main_table(), *_grouped_table(), *_other_table(), *_feature_tables())
+def _wide_table() -> Iterator[AttentionCase]:
+    """Head dimensions above 256, as layers with global attention have them; 16384 tokens."""
+    base = AttentionCase("wide", 2, 8192, 8, 8, 512, 512, causal=True, deterministic=True)
+    long_bars = (Bar(SM90, "TFLOP/s", 300), Bar(SM90, "TFLOP/s", 380, goal=True), Bar(SM90, EFFICIENT, 3.0))
+    yield replace(base, batch=8, seqlen=2048, bars=(Bar(SM90, "TFLOP/s", 220), Bar(SM90, EFFICIENT, 3.0)))
+    yield replace(base, bars=long_bars)
+    yield replace(base, causal=False, bars=long_bars)
+    yield replace(base, heads=16, heads_kv=2, bars=long_bars)
+    for head_dim in (288, 320):
+        yield replace(base, head_dim=head_dim, head_dim_v=head_dim, bars=long_bars)
+
+
+ATTENTION_CASES: tuple[AttentionCase, ...] = (
+    *_main_table(),
+    *_grouped_table(),
+    *_other_table(),
+    *_feature_tables(),
+    *_wide_table(),
+)
 
 # ---- triangle attention: N rows share a bias; (N, heads, head dim) and the required TFLOP/s of sm90 ------------------
 

@@ -16,6 +16,7 @@
 #include "../../csrc/attention/index/query_loop.h"
 #include "../../csrc/attention/index/tile_order.h"
 #include "../../csrc/attention/index/tile_visibility.h"
+#include "../../csrc/attention/index/transposed.h"
 #include "../../csrc/attention/params.h"
 #include "../../csrc/attention/plan.h"
 #include "../../csrc/attention/pre_post/lse_delta.h"
@@ -315,6 +316,7 @@ void bind_visibility(py::module_& m) {
       .def("visible", &Visibility::visible)
       .def("full", &Visibility::full);
   m.def("make_visibility", &make_visibility);
+  m.def("transposed", &transposed);
   m.def("key_blocks", [](const Visibility& v, int32_t block, int32_t block_m, int32_t block_n) {
     return pair_of(key_blocks(v, block, block_m, block_n));
   });

@@ -17,7 +17,8 @@ from kit import support_matrix_short
 Capability = tuple[int, int]
 
 COPIED = ("q", "k", "v", "out", "dout")  # the sm90 kernels load these in units of 16 bytes
-WIDEST_SM90 = 256  # head dimension
+WIDEST_SM90 = 512  # head dimension
+WIDEST_SM90_FEATURES = 256  # with a bias, ALiBi or dropout
 WIDEST_SM90_BIAS_GRADIENT = 192
 WIDEST_SM90_KEY_MASK = 128
 EFFICIENT32_NUMBERS = 2**32
@@ -31,6 +32,7 @@ SOFTCAP_AND_BIAS_GRADIENT = "it does not compute the gradient of attn_bias toget
 WIDE_BIAS_GRADIENT = "it does not take the gradient of attn_bias at head dimensions above 192"
 HEAD_DIMENSION = "it has no tile with these features for head dimensions"
 ALIGNMENT = "that are multiples of 16 bytes"
+WIDE_FEATURE = "at head dimensions above 256"
 NUMBERS_AGAIN = "PyTorch's 32-bit dropout counter wraps around"
 
 
@@ -80,7 +82,11 @@ def declared_refusals(
     widest = max(q.shape[-1], v.shape[-1])
     if widest > WIDEST_SM90:
         reasons.append(HEAD_DIMENSION)
-    if arguments.get("attn_bias") is not None and need_dbias:
+    if widest > WIDEST_SM90_FEATURES:
+        options = ("attn_bias", "key_mask", "alibi_slopes")
+        if arguments.get("dropout_p", 0.0) > 0 or any(arguments.get(name) is not None for name in options):
+            reasons.append(WIDE_FEATURE)
+    elif arguments.get("attn_bias") is not None and need_dbias:
         if arguments.get("softcap", 0.0) > 0:
             reasons.append(SOFTCAP_AND_BIAS_GRADIENT)
         if widest > WIDEST_SM90_BIAS_GRADIENT:

@@ -18,26 +18,13 @@
 #include "../pre_post/sink_gradient.h"
 #include "config.h"
 #include "generated_params.h"
+#include "head_dim_512/launch.h"
+#include "heads_map.h"
 #include "kernel_params.h"
 #include "layout.h"
 
 namespace flashbwd::sm90 {
 namespace {
-
-// Rows, heads and batches of a 16-bit tensor.
-struct MapShape {
-  int64_t rows, heads, batch;
-};
-
-// A (columns, rows, heads, batch) map of a 16-bit tensor. An empty tensor has no address, so its map gets `fallback`.
-bool encode_heads(CUtensorMap* map, DType dtype, const HeadsView& view, void* fallback, int64_t columns,
-                  const MapShape& shape, int32_t box_rows, int32_t row_bytes = 128) {
-  const auto type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  return encode_map(
-      map, type, view.data != nullptr ? view.data : fallback, columns,
-      {{shape.rows, view.seq_stride * 2}, {shape.heads, view.head_stride * 2}, {shape.batch, view.batch_stride * 2}},
-      row_bytes / 2, box_rows, row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
-}
 
 uint8_t* workspace_at(const AttentionBackwardParams& p, int64_t offset) {
   return static_cast<uint8_t*>(p.workspace) + offset;
@@ -208,9 +195,10 @@ RowsReadyWriter rows_ready(const KernelParams& params) {
 
 const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan,
                 const CompiledScoreMod* score_mod, void* stream) {
+  if (!begin_context()) return "the thread's current device has no context";
+  if (plan.config >= kNumTiles) return head_dim_512::run(caller_params, plan, stream);
   const Tile& tile = kTiles[plan.config];
   const BiasGradientScratch& scratch = plan.sm90.bias_gradient;
-  if (!begin_context()) return "the thread's current device has no context";
   AttentionBackwardParams p = caller_params;
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
   KernelParams params;

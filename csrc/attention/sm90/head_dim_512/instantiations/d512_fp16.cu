@@ -1,0 +1,2 @@
+#include "../launch.cuh"
+template const char* flashbwd::sm90::head_dim_512::launch<__half, 512>(const KernelParams&, void*);

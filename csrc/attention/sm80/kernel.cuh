@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
   if (threadIdx.x == 0) {
-    smem.work = WorkTile();
+    smem.work = typename Traits::WorkTile();
     smem.first_stage = smem.keys_offset = 0;
     smem.first_add = FirstAdd();
     for (SplitBarrier* barrier : {&smem.tiles_loaded, &smem.scores_stored, &smem.done}) barrier->init(Traits::kThreads);

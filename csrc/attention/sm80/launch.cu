@@ -144,6 +144,7 @@ Variant variant_of(const KernelParams& params, const Tile& tile) {
   const Schedule& schedule = params.schedule;
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.key_mask.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
+  if (p.block_mask.lists != nullptr) return Variant::kBlockMask;
   if (schedule.whole_heads) return Variant::kWholeHeads;
   if (schedule.first_stores) return Variant::kFirstStores;
   if (p.bias.data == nullptr)

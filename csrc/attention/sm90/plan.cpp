@@ -91,10 +91,8 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
            number(problem.head_dim_v);
   }
-  if (problem.has_block_mask && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
-    return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
-           number(4 * kTiles[tile_index].block_m) + " at this head dimension";
-  }
+  const std::string tile_refusal = refuse_block_tile(problem, kTiles[tile_index].block_m, kTiles[tile_index].block_n);
+  if (!tile_refusal.empty()) return tile_refusal;
   if (problem.need_dbias && !has_bias_gradient(kTiles[tile_index])) {
     return "it does not take the gradient of attn_bias at head dimensions above 192";
   }

@@ -53,15 +53,16 @@ def emitted(name: str) -> str:
 
 
 @pytest.fixture
-def on_a_gpu() -> Iterator[Callable[..., Tensor]]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tensor]]:
     """Makes tensors that pretend to be on a GPU."""
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
     with FakeTensorMode():
         yield lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda")
 
 
 def any_lists(*_: Any) -> KernelLists:
     empty = torch.empty(0)
-    return KernelLists(empty, empty, empty, covers=True)
+    return KernelLists(empty, empty, empty, True, Tile())
 
 
 def choose(tensor: Callable[..., Tensor], mod: Mod, captured: list[Tensor], **options: Any) -> backends.KernelCall:
@@ -119,8 +120,8 @@ MASKED = {"has_block_mask": True, "has_score_mod": True}
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128))])
 def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
-    changes = {"head_dim": head_dim, "head_dim_v": head_dim, "block_bits_words": 4 * tile[0]}
-    plan = plan_of(host, **MASKED, **changes)
+    lists = {"list_block_m": tile[0], "list_block_n": tile[1]}
+    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, **lists)
     assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", *tile)
 
 
@@ -209,11 +210,11 @@ def test_without_a_block_mask_every_pair_is_visible(lengths: tuple[int, int], qu
 
 def test_lists_without_a_block_mask_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    q, k, v = (torch.zeros(1, 2, 100, 64) for _ in range(3))
-    lists = kernel_lists_of(None, (), q, k, v, False)
+    q, k = (torch.zeros(1, 2, 100, 64) for _ in range(2))
+    lists = kernel_lists_of(None, (), q, k, Tile(), False)
     assert lists is not None
     assert lists.covers
-    assert kernel_lists_of(None, (), q, k, v, False) is lists
+    assert kernel_lists_of(None, (), q, k, Tile(), False) is lists
 
 
 # ---- the operator ----
@@ -225,7 +226,7 @@ def run_operator(**changes: Any) -> None:
     entries, bits = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
     options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": [], "kernel": 1} | changes
     torch.ops.flashbwd.score_mod_attention_backward(
-        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, **options
+        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, [128, 128], **options
     )
 
 

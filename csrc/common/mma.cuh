@@ -9,7 +9,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <cute/arch/mma_sm80.hpp>
+#include <type_traits>
 
 #include "numeric.cuh"
 
@@ -167,10 +167,23 @@ struct Mma {
     }
   };
 
+  // The sums are operands of their own: the compiler can then start at zero without a register.
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, uint32_t b0, uint32_t b1) {
-    using Atom = std::conditional_t<std::is_same_v<T, __half>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                    cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-    Atom::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1, c[0], c[1], c[2], c[3]);
+    if constexpr (std::is_same_v<T, __half>) {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+          : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+          : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+            "f"(c[3]));
+    } else {
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+          "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+          : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+          : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+            "f"(c[3]));
+    }
   }
   // `c` has two n-tiles for each element of `b`.
   template <int kPairs>
@@ -322,6 +335,15 @@ struct MmaFp32 {
     }
   };
 
+  static __device__ __forceinline__ void multiply_tf32(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                       uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+  }
+
   // `c` has two n-tiles for each element of `b`. A product must wait for the previous one on the same n-tile, so
   // consecutive products use different n-tiles.
   template <int kPairs>
@@ -330,8 +352,7 @@ struct MmaFp32 {
 #pragma unroll
       for (int n = 0; n < 2 * kPairs; ++n) {
         const uint32_t* const y = part(b[n / 2]) + n % 2 * 2;
-        cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(sum[n][0], sum[n][1], sum[n][2], sum[n][3], x[0], x[1], x[2], x[3],
-                                                 y[0], y[1], sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+        multiply_tf32(sum[n], x, y[0], y[1]);
       }
     };
     const auto big = [](const B& pair) { return pair.big; };

@@ -174,6 +174,8 @@ def choose(
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
     options: dict[str, Any] = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    if _ops.allow_tf32(query):
+        options["allow_tf32"] = True
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:

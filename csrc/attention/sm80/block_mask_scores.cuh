@@ -16,7 +16,7 @@ struct TileBits {
   static_assert(kBits == 16 || kBits == 8 || kBits == 4, "the bits of a key are a half-word, a byte or half a byte");
 
   static constexpr int kAllBits = Traits::kKeyTiles * 2 * kBits;  // of a thread
-  uint32_t words[(kAllBits + 31) / 32];                           // the keys one after the other; bits that are left over are 1
+  uint32_t words[(kAllBits + 31) / 32];  // the keys one after the other; bits that are left over are 1
 
   __device__ __forceinline__ void load(const uint32_t* bits, int32_t tile) {
     for (uint32_t& word : words) word = tile < 0 ? ~0u : kAllBits < 32 ? ~0u << kAllBits % 32 : 0;

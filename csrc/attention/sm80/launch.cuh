@@ -23,15 +23,6 @@ inline const char* launch_persistent(void (*kernel)(KernelParams), const KernelP
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-template <typename Traits>
-const char* launch_kernel(const KernelParams& params, void* stream) {
-  constexpr Tile kTile = Traits::kTile;
-  constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
-  const int more_keys = Traits::kLoadsAhead && params.schedule.loads_ahead ? keys_bytes(kTile) : 0;
-  return launch_persistent(backward_kernel<Traits>, params, Traits::kThreads, kSharedBytes + more_keys, stream);
-}
-
 template <typename T, int kTileIndex, Variant kVariant, typename M>
 const char* launch_kernel_variant(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
@@ -41,7 +32,12 @@ const char* launch_kernel_variant(const KernelParams& params, void* stream) {
     static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
     return launch_persistent(large_kernel<KernelTraits>, params, KernelTraits::kThreads, kSharedBytes, stream);
   } else {
-    return launch_kernel<Traits<T, kTileIndex, kVariant, M>>(params, stream);
+    using KernelTraits = Traits<T, kTileIndex, kVariant, M>;
+    constexpr int kSharedBytes = sizeof(typename KernelTraits::SharedStorage);
+    static_assert(kSharedBytes <= kTile.shared_bytes() + kAlignmentBytes, "the tile table counts too little");
+    const int more_keys = KernelTraits::kLoadsAhead && params.schedule.loads_ahead ? keys_bytes(kTile) : 0;
+    return launch_persistent(backward_kernel<KernelTraits>, params, KernelTraits::kThreads, kSharedBytes + more_keys,
+                             stream);
   }
 }
 
@@ -79,8 +75,7 @@ const char* launch_row(int tile_index, const KernelParams& params, Variant varia
           if (variant == Variant::kSharedBias) return launch_variant<T, kFirst, Variant::kSharedBias>(params, stream);
         }
         if constexpr (has_block_mask_kernel(kTiles[kFirst])) {
-          using KernelTraits = Traits<T, kFirst, Variant::kBlockMask>;  // fp32 products keep their precision
-          if (variant == Variant::kBlockMask) return launch_kernel<KernelTraits>(params, stream);
+          if (variant == Variant::kBlockMask) return launch_variant<T, kFirst, Variant::kBlockMask>(params, stream);
         }
         return launch_variant<T, kFirst, Variant::kAllFeatures>(params, stream);
       }

@@ -99,6 +99,7 @@ def test_a_block_mask_has_tiles_of_at_most_128_queries_and_keys(
         ),
         ({"dropout_p": 0.1}, "it takes no dropout with a block mask"),
         ({"has_bias": True}, "it takes no attn_bias with a block mask"),
+        ({"has_score_mod": True, "softcap": 1.0}, "no softcap or ALiBi with a score_mod that is compiled at run time"),
         ({"head_dim": 257}, "no tile with these features for head dimensions 257 and 64"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A score_mod that NVRTC compiles into the sm90 kernel: which calls get it, its source, its lists, and the operator."""
+"""A score_mod that NVRTC compiles into a kernel: which calls get it, its source, its lists, and the operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from kit.compiler import needs_nvrtc
-from kit.host import load_host
+from kit.host import dense_problem, device_info, load_host
+from test_attention_sm80_plan import A100
 from test_attention_sm90_plan import plan_of
 from test_flex_lists import dense
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashbwd.flex import backends, generated
 from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
+from flashbwd.flex.generated import Kernel
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
@@ -170,12 +172,37 @@ def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", MODS)
 def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    source = generated.kernel_source(emitted(name), head_dim, dtype)
-    assert nvrtc.compile_source(source, nvrtc.compiler_options(generated.ARCHITECTURE))
+    source = generated.kernel_source(emitted(name), Kernel("sm90", head_dim), dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options("sm_90a"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("dtype", "dims", "smem", "architecture"),
+    [
+        (torch.bfloat16, 64, 163, "sm_80"),
+        (torch.float16, 128, 99, "sm_89"),
+        (torch.bfloat16, 256, 227, "sm_90"),
+        (torch.float32, 64, 99, "sm_86"),
+        (torch.float32, 256, 163, "sm_80"),
+    ],
+)
+def test_an_sm80_kernel_compiles_for_the_tile_of_its_plan(
+    host: ModuleType, dtype: torch.dtype, dims: int, smem: int, architecture: str
+) -> None:
+    capability = {"cc_major": int(architecture[3]), "cc_minor": int(architecture[4]), "smem_per_block": smem << 10}
+    gpu = device_info(host, **{**A100, **capability, "has_attention_sm80": True})
+    kinds = {torch.bfloat16: "kBFloat16", torch.float16: "kFloat16", torch.float32: "kFloat32"}
+    problem = dense_problem(host, **MASKED, head_dim=dims, head_dim_v=dims, dtype=getattr(host.DType, kinds[dtype]))
+    plan = host.plan_attention(problem, gpu)
+    assert plan.backend == "sm80"
+    kernel = generated.kernel_of_plan({"backend": "sm80", "config": plan.config}, tf32=dtype == torch.float32)
+    source = generated.kernel_source(emitted("trained_scale"), kernel, dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options(architecture))
 
 
 def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = generated.kernel_source("", 64, torch.float16)
+    before = generated.kernel_source("", Kernel("sm90", 64), torch.float16)
     folder = tmp_path / "csrc"
     shutil.copytree(nvrtc.header_folder(), folder, ignore=shutil.ignore_patterns("*.cu", "*.cpp"))
     with (folder / "common" / "hopper.cuh").open("a") as file:
@@ -183,7 +210,7 @@ def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "header_folder", lambda: folder)
     nvrtc.header_digest.cache_clear()
     try:
-        assert generated.kernel_source("", 64, torch.float16) != before
+        assert generated.kernel_source("", Kernel("sm90", 64), torch.float16) != before
     finally:
         nvrtc.header_digest.cache_clear()
 

@@ -78,8 +78,10 @@ void run_kernel(const AttentionCall& call, const AttentionProblem& problem, cons
                                                             : cuda.attention_sm80;
   const AttentionBackwardParams params =
       make_params(call.arguments, problem, describe(outputs.dbias), describe(outputs.dsink));
-  const char* error = score_mod == nullptr ? launch(params, plan, stream)
-                                           : cuda.attention_sm90_score_mod(params, plan, *score_mod, stream);
+  const ScoreModLauncher launch_score_mod =
+      plan.backend == "sm90" ? cuda.attention_sm90_score_mod : cuda.attention_sm80_score_mod;
+  const char* error =
+      score_mod == nullptr ? launch(params, plan, stream) : launch_score_mod(params, plan, *score_mod, stream);
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 

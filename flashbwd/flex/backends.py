@@ -83,7 +83,8 @@ class KernelCall:
         of_captured: list[Tensor] = []
         if self.score_mod is not None:
             plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
-            compiled, of_captured = self.score_mod.operands(query, plan["tile"][0])
+            tf32 = self.options.get("allow_tf32", False)
+            compiled, of_captured = self.score_mod.operands(query, plan, tf32)
         grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured

@@ -49,9 +49,9 @@ struct TileBits {
   }
 };
 
+// What the scores with a block mask have in common.
 template <typename Traits>
-struct BlockMaskScores {
-  using T = typename Traits::T;
+struct ListedScores {
   using Position = ScorePosition<Traits>;
   using Accumulator = typename Position::Accumulator;
   using Iteration = typename Traits::QueryIteration;
@@ -60,11 +60,38 @@ struct BlockMaskScores {
   const typename Traits::WorkTile& work;
   TileBits<Traits> bits;  // of the current tile
 
-  __device__ __forceinline__ BlockMaskScores(const KernelParams& params, const typename Traits::WorkTile& work)
+  __device__ __forceinline__ ListedScores(const KernelParams& params, const typename Traits::WorkTile& work)
       : params(params), work(work) {}
 
   // Starts to load the bits of a tile, before its products.
   __device__ __forceinline__ void load_bits(int32_t tile) { bits.load(params.attention.block_mask.bits, tile); }
+
+  // Calls f(mt, nt, e, score, gradient, lse, delta) for every element.
+  template <typename F>
+  static __device__ __forceinline__ void for_each(const float* lse, const float* delta, Accumulator& s, Accumulator& dp,
+                                                  const F& f) {
+#pragma unroll
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + Position::first_column() + nt * 8);
+      const float2 row_delta = *reinterpret_cast<const float2*>(delta + Position::first_column() + nt * 8);
+#pragma unroll
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          f(mt, nt, e, s[mt][nt][e], dp[mt][nt][e], e % 2 == 0 ? row_lse.x : row_lse.y,
+            e % 2 == 0 ? row_delta.x : row_delta.y);
+        }
+      }
+    }
+  }
+};
+
+template <typename Traits>
+struct BlockMaskScores : ListedScores<Traits> {
+  using Base = ListedScores<Traits>;
+  using typename Base::Accumulator, typename Base::Iteration, typename Base::Position;
+  using T = typename Traits::T;
+  using Base::Base, Base::bits, Base::for_each, Base::params, Base::work;
 
   // On entry s and dp are the products; on return s has the probabilities for dv, and dp their gradients for dk and dq.
   // `lse`: (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries.
@@ -116,25 +143,6 @@ struct BlockMaskScores {
       x = visible ? exponential<T>(score - row_lse) : 0.f;
       y = visible ? x * derivative * (y - row_delta) : 0.f;
     });
-  }
-
-  // Calls f(mt, nt, e, score, gradient, lse, delta) for every element.
-  template <typename F>
-  static __device__ __forceinline__ void for_each(const float* lse, const float* delta, Accumulator& s, Accumulator& dp,
-                                                  const F& f) {
-#pragma unroll
-    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(lse + Position::first_column() + nt * 8);
-      const float2 row_delta = *reinterpret_cast<const float2*>(delta + Position::first_column() + nt * 8);
-#pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          f(mt, nt, e, s[mt][nt][e], dp[mt][nt][e], e % 2 == 0 ? row_lse.x : row_lse.y,
-            e % 2 == 0 ? row_delta.x : row_delta.y);
-        }
-      }
-    }
   }
 };
 

@@ -16,7 +16,7 @@ struct LargeTraits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   static constexpr Variant kVariant = kVariant_;
   static constexpr bool kFeatures = kVariant != Variant::kPlain;
-  static constexpr bool kListed = false;
+  static constexpr bool kListed = false, kGenerated = false;
   using WorkTile = sm80::WorkTile;
   using QueryIteration = sm80::QueryIteration;
   static constexpr int kBlockM = kTile.block_m;

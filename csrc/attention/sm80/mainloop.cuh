@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "block_mask_scores.cuh"
 #include "copies.cuh"
 #include "features.cuh"
+#include "generated_scores.cuh"
 #include "products.cuh"
 
 namespace flashbwd::sm80 {
@@ -23,8 +23,9 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   using WorkTile = typename Traits::WorkTile;
   using QueryIteration = typename Traits::QueryIteration;
   using DqSums = typename DqAccumulator<Traits>::Tile;
-  using ScoreWork = std::conditional_t<Traits::kListed, BlockMaskScores<Traits>,
-                                       std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>>;
+  using WithoutLists = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
+  using WithLists = std::conditional_t<Traits::kGenerated, GeneratedScores<Traits>, BlockMaskScores<Traits>>;
+  using ScoreWork = std::conditional_t<Traits::kListed, WithLists, WithoutLists>;
   using FromCopies = sm80::Copies<Traits>;
   using FromProducts = sm80::Products<Traits>;
   using FromCopies::advance, FromCopies::fetch_work_tile, FromCopies::first_stage, FromCopies::keys_offset,

@@ -26,7 +26,9 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
   if (problem.has_block_mask) {
-    if (problem.has_score_mod) return "it takes no score_mod that is compiled at run time";
+    if (problem.has_score_mod && (problem.softcap > 0.0 || problem.has_alibi)) {
+      return "it takes no softcap or ALiBi with a score_mod that is compiled at run time";
+    }
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
   }

@@ -22,7 +22,8 @@ struct Traits {
   static constexpr bool kWholeHeads = kVariant == Variant::kWholeHeads;
   static constexpr bool kBiasAlone = kVariant == Variant::kBias || kVariant == Variant::kSharedBias;
   static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
-  static constexpr bool kListed = kVariant == Variant::kBlockMask;  // a block mask lists the query loop
+  static constexpr bool kGenerated = kVariant == Variant::kGenerated;
+  static constexpr bool kListed = kGenerated || kVariant == Variant::kBlockMask;  // a block mask lists the query loop
   using WorkTile = std::conditional_t<kListed, ListedWorkTile, sm80::WorkTile>;
   using QueryIteration = std::conditional_t<kListed, ListedIteration, sm80::QueryIteration>;
   static constexpr int kHeadDim = kTile.head_dim;

@@ -129,9 +129,6 @@ struct AttentionProblem {
   std::string backend = "auto";
 };
 
-// Why a kernel with these tiles cannot read the lists of a block mask; empty if it can, or if there is no block mask.
-std::string refuse_block_tile(const AttentionProblem& problem, int64_t block_m, int64_t block_n);
-
 // Throws std::invalid_argument. Its message names the argument, its value and what was expected.
 AttentionProblem check_attention(const AttentionArguments& arguments);
 

@@ -2,6 +2,7 @@
 #include <limits>
 #include <string>
 
+#include "../block_mask_checks.h"
 #include "../families.h"
 #include "../pre_post/lse_delta.h"
 #include "config.h"

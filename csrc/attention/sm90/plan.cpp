@@ -3,6 +3,7 @@
 #include <limits>
 #include <string>
 
+#include "../block_mask_checks.h"
 #include "../families.h"
 #include "../index/tile_order.h"
 #include "../pre_post/lse_delta.h"

@@ -1,7 +1,7 @@
 """Compares random attention-backward calls with float64, with a watchdog that reports calls that never end.
 
     python benchmarks/fuzz.py --backend sm90 --calls 20000 --out fuzz.json
-    python benchmarks/fuzz.py --backend flex --calls 2500         FlexAttention on the kernels
+    python benchmarks/fuzz.py --backend flex --calls 2500         FlexAttention on the kernels; flex_sm80: on that one
     python benchmarks/fuzz.py --backend sm90 --call 123456        repeat one call and print its arguments
 
 Worker processes share one device. Each worker reports when a call begins and how it ended. If a worker reports nothing
@@ -44,6 +44,7 @@ BACKENDS = {
     "sm80": Backend(),
     "reference": Backend(device="cpu"),
     "flex": Backend("fuzz_flex_reference", patience_s=60.0),  # the first call with a score_mod compiles a kernel
+    "flex_sm80": Backend("fuzz_flex_reference", patience_s=60.0),  # calls that sm90 would take run on sm80 too
     "flex_reference": Backend("fuzz_flex_reference", "cpu"),
 }
 STRIDE = 1 << 20  # difference between the first call numbers of two workers

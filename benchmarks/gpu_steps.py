@@ -263,6 +263,7 @@ def fuzz_steps(plan: Plan) -> Iterator[Step]:
         ("sm90", plan.fuzz_calls),
         ("sm80", plan.fuzz_calls),
         ("flex", max(1, plan.fuzz_calls // 8)),
+        ("flex_sm80", max(1, plan.fuzz_calls // 16)),
     ):
         command = [sys.executable, "benchmarks/fuzz.py", "--backend", backend, "--calls", str(calls)]
         command += ["--workers", str(plan.jobs["fuzz"]), "--out", str(plan.out / f"fuzz-{backend}.json")]

@@ -56,6 +56,58 @@ def test_an_unsupported_device_is_refused_with_the_reason(host: ModuleType, devi
     assert words in reason(host, device)
 
 
+MASKED = {"has_block_mask": True, "list_block_m": 0, "list_block_n": 0}
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "dtype", "large", "small"),
+    [
+        ((64, 64), "kBFloat16", (128, 128), (64, 128)),
+        ((80, 64), "kFloat16", (64, 128), (64, 64)),
+        ((160, 160), "kBFloat16", (64, 64), (32, 32)),
+        ((256, 200), "kBFloat16", (64, 64), (32, 32)),
+        ((64, 64), "kFloat32", (64, 128), (64, 64)),
+        ((65, 128), "kFloat32", (64, 64), (32, 32)),
+        ((192, 192), "kFloat32", (32, 32), None),
+    ],
+)
+def test_a_block_mask_has_tiles_of_at_most_128_queries_and_keys(
+    host: ModuleType,
+    head_dims: tuple[int, int],
+    dtype: str,
+    large: tuple[int, int],
+    small: tuple[int, int] | None,
+) -> None:
+    masked = {**MASKED, "head_dim": head_dims[0], "head_dim_v": head_dims[1], "dtype": getattr(host.DType, dtype)}
+    for device, tile in ((None, large), (CONSUMER, small)):
+        if tile is None:
+            with pytest.raises(ValueError, match="no tile with these features for head dimensions 192 and 192"):
+                plan_of(host, device, **masked)
+            continue
+        plan = plan_of(host, device, **masked)
+        assert (plan.backend, plan.block_m, plan.block_n) == ("sm80", *tile)
+        assert "query loops of a block mask" in plan.schedule
+        assert plan.splits == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"list_block_m": 64, "list_block_n": 128},
+            "tiles of 64 queries and 128 keys, expected 128 queries and 128 keys",
+        ),
+        ({"dropout_p": 0.1}, "it takes no dropout with a block mask"),
+        ({"has_bias": True}, "it takes no attn_bias with a block mask"),
+        ({"has_score_mod": True, "softcap": 1.0}, "no softcap or ALiBi with a score_mod that is compiled at run time"),
+        ({"head_dim": 257}, "no tile with these features for head dimensions 257 and 64"),
+    ],
+)
+def test_a_block_mask_is_refused_with_the_reason(host: ModuleType, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan_of(host, **{**MASKED, "head_dim": 64, "head_dim_v": 64, **changes})
+
+
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0), (12, 1)])
 def test_every_device_from_compute_capability_8_on_is_supported(host: ModuleType, cc: tuple[int, int]) -> None:
     assert plan_of(host, {"cc_major": cc[0], "cc_minor": cc[1]}).backend == "sm80"

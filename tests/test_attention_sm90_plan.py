@@ -143,7 +143,7 @@ def test_combined_features_use_tiles_of_64_keys_per_cta(
 def test_block_masks_above_head_dimension_128_use_clusters_and_plain_scores(
     host: ModuleType, head_dim: int, head_dim_v: int
 ) -> None:
-    masked = {"head_dim": head_dim, "head_dim_v": head_dim_v, "has_block_mask": True, "block_bits_words": 256}
+    masked = {"head_dim": head_dim, "head_dim_v": head_dim_v, "has_block_mask": True}
     plan = plan_of(host, **masked)
     assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", 64, 128)
     assert "by 2 CTAs" in plan.schedule

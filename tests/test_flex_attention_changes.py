@@ -17,6 +17,7 @@ import flashbwd
 from flashbwd.flex import cache, forward
 from flashbwd.flex.backends import KernelCall
 from flashbwd.flex.kernel_lists import UnsupportedError
+from flashbwd.flex.tile import Tile
 
 SHAPE = Shape(seqlen_q=40, seqlen_k=40)
 
@@ -54,10 +55,10 @@ def test_cached_kernel_lists_need_no_call_of_mask_mod(capturing: Any) -> None:
         return q >= k
 
     mask = kit.block_mask(mask_mod, SHAPE, block=16)
-    q, k, v = SHAPE.tensors(torch.float32)
-    cache.kernel_lists_of(mask, [], q, k, v, False)
+    q, k, _ = SHAPE.tensors(torch.float32)
+    cache.kernel_lists_of(mask, [], q, k, Tile(), False)
     calls.clear()
-    cache.kernel_lists_of(mask, [], q, k, v, False)
+    cache.kernel_lists_of(mask, [], q, k, Tile(), False)
     assert not calls
 
 
@@ -72,7 +73,8 @@ def test_cached_values_are_not_used_for_a_new_tensor_with_the_id_of_a_freed_one(
 
 
 def kernel_lists(mask: BlockMask) -> Any:
-    return cache.kernel_lists_of(mask, [], *SHAPE.tensors(torch.float32), False)
+    q, k, _ = SHAPE.tensors(torch.float32)
+    return cache.kernel_lists_of(mask, [], q, k, Tile(), False)
 
 
 def test_lists_of_a_captured_graph_outlive_the_block_mask(capturing: Any) -> None:

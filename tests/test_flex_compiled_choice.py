@@ -18,11 +18,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils._pytree import tree_map_only
 
 import flashbwd
-from flashbwd.flex import graph_operator
+from flashbwd.flex import backends, graph_operator
 from flashbwd.flex.backends import KernelCall
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.storages import ByStorage
+from flashbwd.flex.tile import Tile
 from flashbwd.integrations import flex_node, flex_override, flex_pass, inductor
 
 Mod = Callable[..., Tensor]
@@ -76,6 +77,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[KernelCall, tuple[Any
         return {"backend": "sm90"}
 
     monkeypatch.setattr(KernelCall, "plan", plan)
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
     monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
     return calls
 
@@ -94,7 +96,8 @@ def test_a_call_that_a_kernel_computes_is_replaced(masked: bool, planned: list[A
     ((call, (*tensors, device)),) = planned
     name = "block_mask_attention_backward" if masked else "attention_backward"
     assert call.operator is getattr(torch.ops.flashbwd, name) and device == 0
-    assert call.options == {"softmax_scale": 0.3, "softcap": 5.0, "deterministic": False}
+    backend = {"backend": "auto"} if masked else {}
+    assert call.options == {"softmax_scale": 0.3, "softcap": 5.0, "deterministic": False, **backend}
     dout, query, key, value, out, lse, dlse = tensors
     assert query.shape == dout.shape == out.shape == (2, 4, 96, 16) and key.shape == value.shape == (2, 2, 96, 16)
     assert query.dtype == torch.bfloat16 and query.device.type == "meta"
@@ -161,7 +164,6 @@ DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
         "PyTorch's kernel is faster for the gradient of a tensor with an element per pair",
         {"mod": lambda s, b, h, i, j: s + PAIRS[i, j], "shape": SMALL},
     ),
-    "head_dim": ("head dimensions of at most 128", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=160)}),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),
 }
@@ -259,7 +261,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[KernelLists | None]:
     def gradients(call: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
         lists_of = rest[6]
         if call.block_mask is not None:
-            found.append(lists_of(call.block_mask, call.mask_captured, query, key, value, False))
+            found.append(lists_of(call.block_mask, call.mask_captured, query, key, Tile(), False))
         return real(call, query, key, value, *rest)
 
     monkeypatch.setattr(graph_operator, "gradients", gradients)

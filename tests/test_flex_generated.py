@@ -1,4 +1,4 @@
-"""A score_mod that NVRTC compiles into the sm90 kernel: which calls get it, its source, its lists, and the operator."""
+"""A score_mod that NVRTC compiles into a kernel: which calls get it, its source, its lists, and the operator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from kit.compiler import needs_nvrtc
-from kit.host import load_host
+from kit.host import dense_problem, device_info, load_host
+from test_attention_sm80_plan import A100
 from test_attention_sm90_plan import plan_of
 from test_flex_lists import dense
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashbwd.flex import backends, generated
 from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
+from flashbwd.flex.generated import Kernel
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
@@ -53,15 +55,16 @@ def emitted(name: str) -> str:
 
 
 @pytest.fixture
-def on_a_gpu() -> Iterator[Callable[..., Tensor]]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tensor]]:
     """Makes tensors that pretend to be on a GPU."""
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
     with FakeTensorMode():
         yield lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device="cuda")
 
 
 def any_lists(*_: Any) -> KernelLists:
     empty = torch.empty(0)
-    return KernelLists(empty, empty, empty, covers=True)
+    return KernelLists(empty, empty, empty, True, Tile())
 
 
 def choose(tensor: Callable[..., Tensor], mod: Mod, captured: list[Tensor], **options: Any) -> backends.KernelCall:
@@ -119,8 +122,8 @@ MASKED = {"has_block_mask": True, "has_score_mod": True}
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128))])
 def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
-    changes = {"head_dim": head_dim, "head_dim_v": head_dim, "block_bits_words": 4 * tile[0]}
-    plan = plan_of(host, **MASKED, **changes)
+    lists = {"list_block_m": tile[0], "list_block_n": tile[1]}
+    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, **lists)
     assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", *tile)
 
 
@@ -169,12 +172,37 @@ def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", MODS)
 def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    source = generated.kernel_source(emitted(name), head_dim, dtype)
-    assert nvrtc.compile_source(source, nvrtc.compiler_options(generated.ARCHITECTURE))
+    source = generated.kernel_source(emitted(name), Kernel("sm90", head_dim), dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options("sm_90a"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("dtype", "dims", "smem", "architecture"),
+    [
+        (torch.bfloat16, 64, 163, "sm_80"),
+        (torch.float16, 128, 99, "sm_89"),
+        (torch.bfloat16, 256, 227, "sm_90"),
+        (torch.float32, 64, 99, "sm_86"),
+        (torch.float32, 256, 163, "sm_80"),
+    ],
+)
+def test_an_sm80_kernel_compiles_for_the_tile_of_its_plan(
+    host: ModuleType, dtype: torch.dtype, dims: int, smem: int, architecture: str
+) -> None:
+    capability = {"cc_major": int(architecture[3]), "cc_minor": int(architecture[4]), "smem_per_block": smem << 10}
+    gpu = device_info(host, **{**A100, **capability, "has_attention_sm80": True})
+    kinds = {torch.bfloat16: "kBFloat16", torch.float16: "kFloat16", torch.float32: "kFloat32"}
+    problem = dense_problem(host, **MASKED, head_dim=dims, head_dim_v=dims, dtype=getattr(host.DType, kinds[dtype]))
+    plan = host.plan_attention(problem, gpu)
+    assert plan.backend == "sm80"
+    kernel = generated.kernel_of_plan({"backend": "sm80", "config": plan.config}, tf32=dtype == torch.float32)
+    source = generated.kernel_source(emitted("trained_scale"), kernel, dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options(architecture))
 
 
 def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = generated.kernel_source("", 64, torch.float16)
+    before = generated.kernel_source("", Kernel("sm90", 64), torch.float16)
     folder = tmp_path / "csrc"
     shutil.copytree(nvrtc.header_folder(), folder, ignore=shutil.ignore_patterns("*.cu", "*.cpp"))
     with (folder / "common" / "hopper.cuh").open("a") as file:
@@ -182,7 +210,7 @@ def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "header_folder", lambda: folder)
     nvrtc.header_digest.cache_clear()
     try:
-        assert generated.kernel_source("", 64, torch.float16) != before
+        assert generated.kernel_source("", Kernel("sm90", 64), torch.float16) != before
     finally:
         nvrtc.header_digest.cache_clear()
 
@@ -209,11 +237,11 @@ def test_without_a_block_mask_every_pair_is_visible(lengths: tuple[int, int], qu
 
 def test_lists_without_a_block_mask_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    q, k, v = (torch.zeros(1, 2, 100, 64) for _ in range(3))
-    lists = kernel_lists_of(None, (), q, k, v, False)
+    q, k = (torch.zeros(1, 2, 100, 64) for _ in range(2))
+    lists = kernel_lists_of(None, (), q, k, Tile(), False)
     assert lists is not None
     assert lists.covers
-    assert kernel_lists_of(None, (), q, k, v, False) is lists
+    assert kernel_lists_of(None, (), q, k, Tile(), False) is lists
 
 
 # ---- the operator ----
@@ -225,7 +253,7 @@ def run_operator(**changes: Any) -> None:
     entries, bits = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
     options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": [], "kernel": 1} | changes
     torch.ops.flashbwd.score_mod_attention_backward(
-        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, **options
+        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, [128, 128], **options
     )
 
 

@@ -1,4 +1,4 @@
-"""The block lists that the sm90 kernel reads describe the mask. These tests need no GPU."""
+"""The block lists that the sm90 and sm80 kernels read describe the mask. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -13,42 +13,40 @@ from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
 
-KEYS = 128
-
 
 @cache
-def bits_of_pairs(queries: int) -> torch.Tensor:
-    """The bit of each pair (queries, 128) in the words of 256 consumer threads, by the layout of wgmma accumulators."""
-    bits = torch.full((queries, KEYS), -1)
-    per_thread = queries // 64
-    for thread in range(256):
-        key = thread // 32 * 16 + thread % 32 // 4
-        query = thread % 4 * 2
-        for value in range(queries // 2):  # value i of a thread in the accumulator of 64 keys and all queries
+def bits_of_pairs(queries: int, keys: int) -> torch.Tensor:
+    """The bit of each pair (queries, keys) in a tile of bits, by the layout of the accumulators of mma and wgmma."""
+    bits = torch.full((queries, keys), -1)
+    for lane in range(2 * keys):  # 32 for each 16 keys
+        key = lane // 32 * 16 + lane % 32 // 4
+        query = lane % 4 * 2
+        for value in range(queries // 2):  # value i of a lane in the accumulator of 16 keys and all queries
             i = value % 4 // 2 * (queries // 4) + value // 4 * 2 + value % 2
-            bits[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = thread * per_thread * 32 + i
+            bits[value // 4 * 8 + query + value % 2, key + value % 4 // 2 * 8] = lane * (queries // 2) + i
     return bits
 
 
-def mask_of_tile(row: torch.Tensor, queries: int) -> torch.Tensor:
-    """The mask (queries, 128) in the words of a tile."""
-    bits = bits_of_pairs(queries)
+def mask_of_tile(row: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The mask (queries, keys) in the words of a tile."""
+    bits = bits_of_pairs(tile.queries, tile.keys)
     return (row.long()[bits // 32] >> bits % 32 & 1).bool()
 
 
-def mask_of(lists: KernelLists, sizes: tuple[int, int, int, int], heads_kv: int, queries: int) -> torch.Tensor:
+def mask_of(lists: KernelLists, sizes: tuple[int, int, int, int], heads_kv: int) -> torch.Tensor:
     batch, heads, seqlen_q, seqlen_k = sizes
+    queries, keys = lists.tile.queries, lists.tile.keys
     group = heads // heads_kv
-    mask = torch.zeros(batch, heads, -(-seqlen_q // queries) * queries, -(-seqlen_k // KEYS) * KEYS, dtype=torch.bool)
+    mask = torch.zeros(batch, heads, -(-seqlen_q // queries) * queries, -(-seqlen_k // keys) * keys, dtype=torch.bool)
     for b in range(batch):
         for h in range(heads_kv):
             plane = lists.lists[b % lists.lists.shape[0], h % lists.lists.shape[1]]
             for key_block, first, count, _ in plane.tolist():
                 for m, member, tile, _ in lists.entries[first : first + count].tolist():
-                    part = torch.ones(queries, KEYS) if tile < 0 else mask_of_tile(lists.bits[tile], queries)
+                    part = torch.ones(queries, keys) if tile < 0 else mask_of_tile(lists.bits[tile], lists.tile)
                     rows, columns = (
                         slice(m * queries, (m + 1) * queries),
-                        slice(key_block * KEYS, (key_block + 1) * KEYS),
+                        slice(key_block * keys, (key_block + 1) * keys),
                     )
                     assert not mask[b, h * group + member, rows, columns].any(), "a tile occurs twice"
                     mask[b, h * group + member, rows, columns] = part.bool()
@@ -62,50 +60,53 @@ MODS = {
     "nothing": lambda b, h, i, j: i < 0,
 }
 CASES = [
-    ("causal", (1, 1, 256, 256), 1, 64),
-    ("causal", (2, 4, 300, 260), 2, 64),
-    ("causal", (1, 2, 300, 520), 2, 128),
-    ("by_head", (1, 4, 257, 385), 2, 64),
-    ("by_batch", (2, 2, 400, 400), 1, 128),
-    ("nothing", (1, 2, 130, 130), 2, 64),
+    ("causal", (1, 1, 256, 256), 1, (64, 128)),
+    ("causal", (2, 4, 300, 260), 2, (64, 128)),
+    ("causal", (1, 2, 300, 520), 2, (128, 128)),
+    ("by_head", (1, 4, 257, 385), 2, (64, 128)),
+    ("by_batch", (2, 2, 400, 400), 1, (128, 128)),
+    ("nothing", (1, 2, 130, 130), 2, (64, 128)),
+    # tiles of sm80 alone
+    ("causal", (1, 2, 131, 257), 1, (128, 64)),
+    ("by_batch", (2, 2, 200, 200), 1, (64, 64)),
+    ("by_head", (1, 4, 100, 131), 2, (32, 32)),
+    ("causal", (1, 1, 97, 129), 1, (32, 64)),
 ]
 
 
 def lists_of(
-    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, *, deterministic: bool
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int], *, deterministic: bool
 ) -> KernelLists:
     batch, heads, seqlen_q, seqlen_k = sizes
     by_batch, by_head = name == "by_batch", name == "by_head"
     block_mask = create_block_mask(
         MODS[name], batch if by_batch else None, heads if by_head else None, seqlen_q, seqlen_k, device="cpu"
     )
-    return kernel_lists(
-        key_block_lists(block_mask, sizes, Tile(queries, KEYS)), heads, heads_kv, deterministic=deterministic
-    )
+    return kernel_lists(key_block_lists(block_mask, sizes, Tile(*tile)), heads, heads_kv, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
+@pytest.mark.parametrize(("name", "sizes", "heads_kv", "tile"), CASES)
 def test_kernel_lists_describe_the_mask(
-    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int, deterministic: bool
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int], deterministic: bool
 ) -> None:
     seqlen_q, seqlen_k = sizes[2:]
     b, h, i, j = (torch.arange(size).view([-1 if d == at else 1 for d in range(4)]) for at, size in enumerate(sizes))
     expected = MODS[name](b, h, i, j).expand(sizes)
-    lists = lists_of(name, sizes, heads_kv, queries, deterministic=deterministic)
-    found = mask_of(lists, sizes, heads_kv, queries)
-    blocks = found.unflatten(2, (-1, queries)).flatten(3).any(-1)
+    lists = lists_of(name, sizes, heads_kv, tile, deterministic=deterministic)
+    found = mask_of(lists, sizes, heads_kv)
+    blocks = found.unflatten(2, (-1, tile[0])).flatten(3).any(-1)
     assert lists.covers == bool(blocks.all())
     assert torch.equal(found[..., :seqlen_q, :seqlen_k], expected)
     assert not found[..., seqlen_q:, :].any()
     assert not found[..., seqlen_k:].any()
 
 
-@pytest.mark.parametrize(("name", "sizes", "heads_kv", "queries"), CASES)
+@pytest.mark.parametrize(("name", "sizes", "heads_kv", "tile"), CASES)
 def test_the_turn_number_of_an_add_counts_the_adds_of_earlier_work_tiles(
-    name: str, sizes: tuple[int, int, int, int], heads_kv: int, queries: int
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int]
 ) -> None:
-    lists = lists_of(name, sizes, heads_kv, queries, deterministic=True)
+    lists = lists_of(name, sizes, heads_kv, tile, deterministic=True)
     for plane in lists.lists.flatten(0, 1).tolist():
         before: dict[tuple[int, int], int] = defaultdict(int)
         lengths = [count for _, _, count, _ in plane]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashbwd.flex import backends
 from flashbwd.flex.kernel_lists import KernelLists
+from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import DecodingCall, decoding_backward
 
 SCALE = 0.3
@@ -31,7 +32,7 @@ def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
 
 def run(operands: dict[str, Tensor]) -> tuple[Tensor, ...]:
     empty = torch.empty(0)
-    lists = KernelLists(empty, empty, empty, covers=True)
+    lists = KernelLists(empty, empty, empty, True, Tile())
     call = backends.KernelCall(kernel, kernel, {"softmax_scale": SCALE}, lists)
     return call.gradients(dlse=None, **operands)[:3]
 

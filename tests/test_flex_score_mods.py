@@ -1,4 +1,4 @@
-"""The sm90 kernel with a score_mod that is compiled at run time agrees with float64 autograd of the plain formula."""
+"""Kernels with a score_mod that is compiled at run time agree with float64 autograd of the plain formula."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class Problem:
     dlse: Tensor | None
     mask: Tensor  # (B, H, Sq, Sk)
     block_mask: BlockMask | None
+    backend: str = "sm90"
 
     def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor, dict[str | int, Tensor]]:
         mod, _ = score_mod(self.name, self.case, "cuda")
@@ -68,7 +69,7 @@ class Problem:
         plan = flashbwd.plan_flex_attention_backward(
             self.dout, *self.inputs, self.out, self.lse, deterministic=deterministic, **options
         )
-        assert plan.backend == "sm90", plan.reasons
+        assert plan.backend == self.backend, plan.reasons
         return flashbwd.flex_attention_backward(
             self.dout, *self.inputs, self.out, self.lse, dlse=self.dlse, deterministic=deterministic, **options
         )
@@ -83,7 +84,7 @@ def scores(case: Case, name: str, q: Tensor, k: Tensor, on: str) -> tuple[Tensor
     return s, mod(s, *index).expand(s.shape), captured
 
 
-def build(case: Case, name: str) -> Problem:
+def build(case: Case, name: str, backend: str = "sm90") -> Problem:
     torch.manual_seed(3)
     d, dv = case.head_dim, case.head_dim_v or case.head_dim
 
@@ -111,7 +112,7 @@ def build(case: Case, name: str) -> Problem:
     out = (p @ v.to(on).double().repeat_interleave(case.heads // case.heads_kv, 1)).cuda()
     dlse = torch.randn_like(lse, dtype=torch.float32).cuda() if case.dlse else None
     out = out.transpose(1, 2).to(case.dtype).transpose(1, 2)
-    return Problem(case, name, [q, k, v], dout, out, lse.float().cuda(), dlse, mask, block_mask)
+    return Problem(case, name, [q, k, v], dout, out, lse.float().cuda(), dlse, mask, block_mask, backend)
 
 
 def plain(p: Problem, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

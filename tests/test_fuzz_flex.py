@@ -228,3 +228,10 @@ def test_random_calls_run_under_the_watchdog(tmp_path: Path) -> None:
     summary = json.loads(out.read_text())
     assert summary["calls"] >= 6
     assert any(name.startswith("mask ") for name in summary["features"])
+
+
+def test_calls_of_sm80_have_its_dtypes_and_head_dimensions() -> None:
+    drawn = [draw(number, "flex_sm80") for number in range(0, 4000, 3)]
+    assert {call.dtype for call in drawn} == {"bf16", "fp16", "fp32"}
+    largest = {max(call.head_dim, call.head_dim_v) for call in drawn}
+    assert max(largest) == 256 and any(128 < n <= 192 for n in largest) and any(n % 8 for n in largest)

@@ -78,8 +78,10 @@ void run_kernel(const AttentionCall& call, const AttentionProblem& problem, cons
                                                             : cuda.attention_sm80;
   const AttentionBackwardParams params =
       make_params(call.arguments, problem, describe(outputs.dbias), describe(outputs.dsink));
-  const char* error = score_mod == nullptr ? launch(params, plan, stream)
-                                           : cuda.attention_sm90_score_mod(params, plan, *score_mod, stream);
+  const ScoreModLauncher launch_score_mod =
+      plan.backend == "sm90" ? cuda.attention_sm90_score_mod : cuda.attention_sm80_score_mod;
+  const char* error =
+      score_mod == nullptr ? launch(params, plan, stream) : launch_score_mod(params, plan, *score_mod, stream);
   STD_TORCH_CHECK(error == nullptr, "flashbwd: ", error);
 }
 
@@ -147,6 +149,10 @@ struct BlockMaskCall {
         entries(reader.tensor()),
         bits(reader.tensor()) {
     call.arguments.block_mask_covers = reader.read<bool>();
+    const auto tile = reader.read<std::vector<int64_t>>();
+    flashbwd::check(tile.size() == 2, "block_tile has ", tile.size(), " elements, expected queries and keys");
+    call.arguments.block_m = tile[0];
+    call.arguments.block_n = tile[1];
     read_options(reader, kOfBackward, call, call.arguments);
   }
 
@@ -340,10 +346,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
          "(Tensor dbias, Tensor dsink)");
   define("plan_attention_backward" + backward +
          ", Tensor? dq=None, Tensor? dk=None, Tensor? dv=None, Tensor? workspace=None, int plan_device=-1) -> str");
-  // block_lists, block_entries and block_bits encode the query loops of a block mask (csrc/attention/params.h). Only
-  // kernels support them; the reference backend does not.
+  // block_lists, block_entries and block_bits encode the query loops of a block mask (csrc/attention/params.h) for
+  // tiles of block_tile[0] queries and block_tile[1] keys. Only kernels support them; the reference backend does not. A
+  // plan of block_tile [0, 0] does not read the lists, and says which tile they must have.
   const std::string block_mask =
-      tensors + ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers" +
+      tensors +
+      ", Tensor block_lists, Tensor block_entries, Tensor block_bits, bool block_mask_covers, int[] block_tile" +
       flashbwd::option_schema(flashbwd::kOfBackward);
   define("block_mask_attention_backward" + block_mask + ") -> (Tensor dq, Tensor dk, Tensor dv)");
   define("plan_block_mask_attention_backward" + block_mask + ", int plan_device=-1) -> str");

@@ -24,8 +24,8 @@ struct CudaBackend {
   AttentionLauncher attention_sm90 = nullptr;
   AttentionLauncher attention_sm80 = nullptr;
   AttentionLauncher attention_short = nullptr;
-  const char* (*attention_sm90_score_mod)(const AttentionBackwardParams&, const AttentionPlan&, const CompiledScoreMod&,
-                                          void* stream) = nullptr;
+  ScoreModLauncher attention_sm90_score_mod = nullptr;
+  ScoreModLauncher attention_sm80_score_mod = nullptr;
   const char* (*layer_norm_backward)(const LayerNormBackwardParams&, const DeviceInfo&, void* stream) = nullptr;
   const char* (*layer_norm_forward)(const LayerNormForwardParams&, void* stream) = nullptr;
   int64_t (*layer_norm_workspace)(const LayerNormBackwardParams&, const DeviceInfo&) = nullptr;

@@ -103,13 +103,12 @@ const char* launch_in_capture_too(const AttentionBackwardParams& params, const A
   return kLaunch(params, plan, stream);
 }
 
-#ifdef FLASHBWD_BUILT_ATTENTION_SM90
+template <ScoreModLauncher kLaunch>
 const char* launch_score_mod_in_capture_too(const AttentionBackwardParams& params, const AttentionPlan& plan,
                                             const CompiledScoreMod& score_mod, void* stream) {
   const AllowedInCapture allowed;
-  return sm90::run_score_mod(params, plan, score_mod, stream);
+  return kLaunch(params, plan, score_mod, stream);
 }
-#endif
 
 struct Installer {
   Installer() {
@@ -122,13 +121,14 @@ struct Installer {
     backend.release = release;
 #ifdef FLASHBWD_BUILT_ATTENTION_SM80
     backend.attention_sm80 = launch_in_capture_too<sm80::run>;
+    backend.attention_sm80_score_mod = launch_score_mod_in_capture_too<sm80::run_score_mod>;
 #endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SHORT
     backend.attention_short = launch_in_capture_too<short_sequences::run>;
 #endif
 #ifdef FLASHBWD_BUILT_ATTENTION_SM90
     backend.attention_sm90 = launch_in_capture_too<sm90::run>;
-    backend.attention_sm90_score_mod = launch_score_mod_in_capture_too;
+    backend.attention_sm90_score_mod = launch_score_mod_in_capture_too<sm90::run_score_mod>;
 #endif
 #ifdef FLASHBWD_BUILT_DECODING
     backend.decoding = run_decoding;

@@ -34,6 +34,10 @@ struct CompiledScoreMod {
   void* gradients[kMaxCaptured] = {};
 };
 
+// As AttentionLauncher, for a problem with has_score_mod.
+using ScoreModLauncher = const char* (*)(const AttentionBackwardParams&, const AttentionPlan&, const CompiledScoreMod&,
+                                         void* stream);
+
 namespace sm90 {
 extern const AttentionFamily kFamily;
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
@@ -50,6 +54,9 @@ const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan
 namespace sm80 {
 extern const AttentionFamily kFamily;
 const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream);  // only in _C_cuda
+// As run(), for a problem with has_score_mod.
+const char* run_score_mod(const AttentionBackwardParams& params, const AttentionPlan& plan,
+                          const CompiledScoreMod& score_mod, void* stream);
 }  // namespace sm80
 
 }  // namespace flashbwd

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "../common/check.h"
+#include "block_mask_checks.h"
 #include "index/arithmetic.h"
 #include "memory.h"
 #include "tensor_checks.h"
@@ -265,40 +266,6 @@ void check_scalars(const AttentionArguments& a, AttentionProblem* p) {
   check(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap is ", a.softcap,
         ", expected 0 (none) or a positive number");
   p->softcap = a.softcap;
-}
-
-// The contents of the lists are on the GPU. The function that makes them checks them.
-void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
-  if (!a.block_lists) return;
-  for (const auto& [name, tensor] :
-       {Named{"block_lists", &a.block_lists}, {"block_entries", &a.block_entries}, {"block_bits", &a.block_bits}}) {
-    check_dtype(name, *tensor, DType::kInt32, "");
-    check_device(name, *tensor, p->device);
-    check(is_contiguous(*tensor), name, " has gaps between its elements, expected a contiguous tensor");
-    check(reinterpret_cast<uintptr_t>(tensor->data) % 16 == 0, name,
-          " starts at an address that is no multiple of 16 bytes, expected an aligned one");
-  }
-  const TensorDesc& lists = a.block_lists;
-  const int64_t key_blocks = ceil_div(p->seqlen_k, kKeysOfBlockList);
-  if (lists.dim != 4 || (lists.sizes[0] != 1 && lists.sizes[0] != p->batch) ||
-      (lists.sizes[1] != 1 && lists.sizes[1] != p->heads_kv) || lists.sizes[2] != key_blocks || lists.sizes[3] != 4) {
-    refuse("block_lists has shape ", shape_of(lists), ", expected (", p->batch, " or 1, ", p->heads_kv, " or 1, ",
-           key_blocks, ", 4)");
-  }
-  if (a.block_entries.dim != 2 || a.block_entries.sizes[1] != 4 || a.block_entries.sizes[0] > kMaxSize) {
-    refuse("block_entries has shape ", shape_of(a.block_entries), ", expected (entries, 4) with at most ", kMaxSize,
-           " entries");
-  }
-  if (a.block_bits.dim != 2) refuse("block_bits has shape ", shape_of(a.block_bits), ", expected (tiles, words)");
-  check(!p->varlen && !p->has_seqused, "block_lists came with cu_seqlens or seqused, expected dense sequences");
-  check(p->window_left < 0 && p->window_right < 0,
-        "block_lists came with a causal mask or a window, expected a block mask that holds them");
-  check(!a.sink, "block_lists came with a sink, expected none");
-  check(!a.key_mask, "block_lists came with key_mask, expected a block mask that holds it");
-  p->has_block_mask = true;
-  p->has_score_mod = a.has_score_mod;
-  p->block_mask_covers = a.block_mask_covers;
-  p->block_bits_words = a.block_bits.sizes[1];
 }
 
 void check_outputs(const AttentionArguments& a, AttentionProblem* p) {

@@ -38,8 +38,11 @@ struct AttentionArguments : OptionalTensors<TensorDesc> {
   TensorDesc dq, dk, dv, workspace;  // passed by the caller, or undefined
   TensorDesc block_lists, block_entries, block_bits;  // of a block mask (params.h), or undefined
   bool block_mask_covers = false;                     // every query block of every head is in a list
-  bool has_score_mod = false;                         // generated and compiled at run time (families.h)
-  bool plan_only = false;  // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
+  // Queries and keys of a tile of the lists. If both are 0, nothing will run: the plan shows which tile lists must
+  // have.
+  int64_t block_m = 0, block_n = 0;
+  bool has_score_mod = false;  // generated and compiled at run time (families.h)
+  bool plan_only = false;      // nothing will run: cu_seqlens and seqused may be on the CPU even if q is not
 };
 
 // The operators that have an option, besides the backward, which has all of them.
@@ -79,9 +82,6 @@ void for_each_scalar(Visit visit) {
   visit("allow_tf32", kOfBackward, &Structs::allow_tf32...);
 }
 
-// Keys of a list of a block mask.
-constexpr int64_t kKeysOfBlockList = 128;
-
 // A checked problem: all that plans and launchers need to know about a call.
 struct AttentionProblem {
   DType dtype = DType::kFloat32;
@@ -115,7 +115,7 @@ struct AttentionProblem {
   bool has_block_mask = false;
   bool has_score_mod = false;  // AttentionArguments::has_score_mod
   bool block_mask_covers = false;
-  int64_t block_bits_words = 0;  // 32-bit words of a tile of bits; 0 if the mask has none
+  int64_t block_m = 0, block_n = 0;  // AttentionArguments::block_m, block_n
   bool has_key_mask = false;
   bool has_alibi = false;
   bool has_sink = false;

@@ -9,8 +9,8 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <cute/arch/mma_sm80.hpp>
 
+#include "mma_ptx.cuh"
 #include "numeric.cuh"
 
 namespace flashbwd {
@@ -168,9 +168,7 @@ struct Mma {
   };
 
   static __device__ __forceinline__ void multiply(float (&c)[4], const A& a, uint32_t b0, uint32_t b1) {
-    using Atom = std::conditional_t<std::is_same_v<T, __half>, cute::SM80_16x8x16_F32F16F16F32_TN,
-                                    cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-    Atom::fma(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1, c[0], c[1], c[2], c[3]);
+    multiply_16bit<T>(c[0], c[1], c[2], c[3], a.r[0], a.r[1], a.r[2], a.r[3], b0, b1);
   }
   // `c` has two n-tiles for each element of `b`.
   template <int kPairs>
@@ -330,8 +328,7 @@ struct MmaFp32 {
 #pragma unroll
       for (int n = 0; n < 2 * kPairs; ++n) {
         const uint32_t* const y = part(b[n / 2]) + n % 2 * 2;
-        cute::SM80_16x8x8_F32TF32TF32F32_TN::fma(sum[n][0], sum[n][1], sum[n][2], sum[n][3], x[0], x[1], x[2], x[3],
-                                                 y[0], y[1], sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+        multiply_tf32(sum[n], x, y[0], y[1]);
       }
     };
     const auto big = [](const B& pair) { return pair.big; };

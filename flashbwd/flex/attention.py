@@ -113,8 +113,8 @@ def flex_attention(
         float64 inputs). It may read captured tensors, which get gradients if they require them.
     block_mask : BlockMask, optional
         Its block lists select the blocks; its ``mask_mod`` is evaluated in partial blocks only. Nothing is read of a
-        block in neither list, if block sizes are multiples of 128. The Hopper kernel also loads unlisted smaller blocks
-        beside listed ones, so these must be finite.
+        block in neither list, if block sizes are multiples of 128. Kernels also load unlisted smaller blocks beside
+        listed ones, so these must be finite.
     scale : float, optional
         Default ``D ** -0.5``.
     enable_gqa : bool

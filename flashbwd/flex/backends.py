@@ -13,18 +13,17 @@ from torch import Tensor
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.generated import GeneratedScoreMod, generated
-from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, KernelLists, UnsupportedError
+from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, backend_option, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
+from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "ListsOf", "choose"]
 
-# (block_mask, tensors that mask_mod captures, query, key, value, deterministic) -> lists, or None if too large. Without
+# (block_mask, tensors that mask_mod captures, query, key, tile, deterministic) -> lists, or None if too large. Without
 # a block_mask, the lists show every pair.
-ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tensor, bool], KernelLists | None]
-
-_REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
+ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile, bool], KernelLists | None]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class KernelCall:
         of_captured: list[Tensor] = []
         if self.score_mod is not None:
             plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
-            compiled, of_captured = self.score_mod.operands(query, plan["tile"][0])
+            tf32 = self.options.get("allow_tf32", False)
+            compiled, of_captured = self.score_mod.operands(query, plan, tf32)
         grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
@@ -104,9 +104,9 @@ class KernelCall:
     ) -> Any:
         """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
         statistics = accumulator(query.dtype)
-        uses_tma = self.lists is not None
+        pads = self.lists is not None
         dout, out = (x.to(query.dtype) for x in (dout, out))
-        tensors = [_for_kernel(x, query.shape[0], uses_tma) for x in (dout, query, key, value, out)]
+        tensors = [_for_kernel(x, query.shape[0], pads) for x in (dout, query, key, value, out)]
         options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
         if plan_device is not None:
             options["plan_device"] = plan_device
@@ -118,29 +118,30 @@ class KernelCall:
         try:
             return _ops.call(operator, *tensors, lse.to(statistics), *operands, **options)
         except ValueError as error:
-            if not any(words in str(error) for words in _REFUSALS):
+            if not any(words in str(error) for words in REFUSALS):
                 raise
             raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
 
 
-_TMA_BYTES = 16  # pointers and strides are multiples of it
+_VECTOR_BYTES = 16  # TMA loads only rows whose pointers and strides are multiples of it; sm80 loads these faster
 
 
-def _for_kernel(tensor: Tensor, batch: int, uses_tma: bool) -> Tensor:
+def _for_kernel(tensor: Tensor, batch: int, pads: bool) -> Tensor:
     """View (B or 1, H, S, D) as (B, S, H, D). Copies what a kernel cannot load, such as the expanded gradient of a sum.
 
-    For TMA, the columns are padded with zeros, which change neither the products nor the other columns' gradients.
+    With ``pads``, rows are whole vectors. The columns are padded with zeros, which change neither the products nor the
+    gradients of the other columns.
     """
     broadcast = tensor.shape[0] < batch
     rows = tensor.expand(batch, -1, -1, -1).transpose(1, 2)
-    padding = -rows.shape[3] * rows.element_size() % _TMA_BYTES // rows.element_size() if uses_tma else 0
+    padding = -rows.shape[3] * rows.element_size() % _VECTOR_BYTES // rows.element_size() if pads else 0
     if padding:
         return torch.nn.functional.pad(rows, (0, padding))
     aligned = rows.shape[3] == 1 or rows.stride(3) == 1
-    if uses_tma:
+    if pads:
         byte_strides = (stride * rows.element_size() for stride in rows.stride()[:3])
-        aligned = aligned and not any(stride % _TMA_BYTES for stride in byte_strides)
-        aligned = aligned and (rows.is_meta or rows.data_ptr() % _TMA_BYTES == 0)
+        aligned = aligned and not any(stride % _VECTOR_BYTES for stride in byte_strides)
+        aligned = aligned and (rows.is_meta or rows.data_ptr() % _VECTOR_BYTES == 0)
     return rows.clone(memory_format=torch.contiguous_format) if broadcast or not aligned else rows
 
 
@@ -173,8 +174,9 @@ def choose(
         raise UnsupportedError("query is on the CPU")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
-    ops = torch.ops.flashbwd
-    options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    options: dict[str, Any] = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    if _ops.allow_tf32(query):
+        options["allow_tf32"] = True
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:
@@ -182,16 +184,32 @@ def choose(
         if call.score_mod is not None and change.alibi is not None:
             slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
         if call.block_mask is None:
-            return KernelCall(ops.attention_backward, ops.plan_attention_backward, of_build, None, slopes)
-        lists = _lists(lists_of, call, query, key, value, deterministic)
+            return KernelCall(*_operators("attention_backward"), of_build, None, slopes)
+        name = "block_mask_attention_backward"
+        tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
+        lists = _lists(lists_of, call, query, key, tile, deterministic)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            plan = ops.plan_block_mask_attention_backward
-            return KernelCall(ops.block_mask_attention_backward, plan, of_build, lists, slopes)
+            of_build["backend"] = backend_option(query.shape[3], value.shape[3])
+            return KernelCall(*_operators(name), of_build, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
-    lists = _lists(lists_of, call, query, key, value, deterministic)
-    plan = ops.plan_score_mod_attention_backward
-    return KernelCall(ops.score_mod_attention_backward, plan, options, lists, score_mod=score_mod)
+    name = "score_mod_attention_backward"
+    lists = _lists(lists_of, call, query, key, _tile(name, query, value), deterministic)
+    options["backend"] = backend_option(query.shape[3], value.shape[3])
+    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+
+
+def _operators(name: str) -> tuple[Any, Any]:
+    """Return an operator and the one that plans its calls."""
+    ops = torch.ops.flashbwd
+    return getattr(ops, name), getattr(ops, f"plan_{name}")
+
+
+def _tile(name: str, query: Tensor, value: Tensor, softcap: bool = False, alibi: bool = False) -> Tile:
+    """Return the tile of the kernel that computes a call with a block mask by this operator."""
+    dims = query.shape[3], value.shape[3]
+    device = query.device.index or 0
+    return kernel_tile(f"plan_{name}", query.dtype, *dims, device, backend_option(*dims), softcap, alibi)
 
 
 def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreChange | None:
@@ -210,11 +228,9 @@ def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreCha
 
 
 def _lists(
-    lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, tile: Tile, deterministic: bool
 ) -> KernelLists:
-    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"a block mask needs head dimensions of at most {MAX_HEAD_DIM}")
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return lists

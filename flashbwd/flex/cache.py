@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flashbwd.flex import diagonal
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists, kernel_tile
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists
 from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.modifications import mask_captures
@@ -94,7 +94,7 @@ def kernel_lists_of(
     mask_captured: Sequence[Tensor],
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    tile: Tile,
     deterministic: bool,
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
@@ -105,18 +105,17 @@ def kernel_lists_of(
     """
     if block_mask is None:
         block_mask = visible_everywhere(query.shape[2], key.shape[2], query.device)
-    key_of_call, make = kernel_lists_maker(block_mask, query, key, value, deterministic)
+    key_of_call, make = kernel_lists_maker(block_mask, query, key, tile, deterministic)
     name = ("kernel lists", *key_of_call, block_mask.mask_mod)
     return keep_for_graph(kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make))
 
 
 def kernel_lists_maker(
-    block_mask: Any, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    block_mask: Any, query: Tensor, key: Tensor, tile: Tile, deterministic: bool
 ) -> tuple[tuple[Hashable, ...], Callable[[], KernelLists | None]]:
     """Return what the lists depend on besides the block mask, and the function that computes them."""
-    batch, heads, seqlen_q, head_dim = query.shape
+    batch, heads, seqlen_q, _ = query.shape
     sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
-    tile = kernel_tile(head_dim, value.shape[3])
 
     def make() -> KernelLists | None:
         if torch.cuda.is_current_stream_capturing():

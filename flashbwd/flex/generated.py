@@ -1,13 +1,13 @@
 """Kernels for a score_mod that no build contains: traced, written as CUDA, and compiled by NVRTC at the first call.
 
-The kernel is that of block masks (``csrc/attention/sm90/score_mod/generated.cuh``). A call without a block mask gets
-one that shows everything.
+The kernels are those of block masks (``csrc/attention/sm90/score_mod/generated.cuh`` and
+``csrc/attention/sm80/generated_scores.cuh``). A call without a block mask gets one that shows everything.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from flashbwd.mods.gradients import Gradient, GradientSources
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.reference.modifications import Mod, sum_dtype
 
-__all__ = ["ARCHITECTURE", "GeneratedScoreMod", "generated"]
+__all__ = ["ARCHITECTURES", "GeneratedScoreMod", "generated"]
 
-ARCHITECTURE = "sm_90a"  # the kernel needs instructions that only this one has
+# By backend. The sm90 kernel needs instructions that only this architecture has; sm80 is compiled for the device.
+ARCHITECTURES = {"sm90": "sm_90a", "sm80": None}
 _NAME = "flashbwd_score_mod_backward"
-_SHARED_BYTES = 227 * 1024  # kSharedMemoryBytes in csrc/attention/sm90/config.h
-_C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+_C_TYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16", torch.float32: "float"}
 _sources = GradientSources(emit_score_gradient)
 
 
@@ -46,24 +46,25 @@ class GeneratedScoreMod:
     captured: list[Tensor]
     differentiable: Sequence[Tensor]
 
-    def operands(self, query: Tensor, queries: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def operands(self, query: Tensor, plan: Mapping[str, Any], tf32: bool) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the arguments of the operator, and the gradients to which the kernel adds, which are zero.
 
         The kernel is compiled at its first call. Raises :class:`UnsupportedError` if that fails.
 
         Parameters
         ----------
-        queries : int
-            Queries per tile of the plan: 128 for the tile of head dimension 64, and 64 for that of 128.
+        plan : mapping
+            Of the call.
+        tf32 : bool
+            Whether products of float32 inputs are rounded to TF32.
         """
         gradients = [torch.zeros(t.shape, dtype=sum_dtype(t), device=t.device) for t in self.differentiable]
-        head_dim = 64 if queries == 128 else 128
         slots = self.gradient.slots
         arguments = {
             "captured": self.captured,
             "gradients": [gradients[i] for i in slots],
             "gradient_slots": list(slots.values()),
-            "kernel": _kernel(self.gradient.source, head_dim, query.dtype, query.device.index),
+            "kernel": _kernel(self.gradient.source, kernel_of_plan(plan, tf32), query.dtype, query.device.index),
         }
         return arguments, gradients
 
@@ -78,29 +79,61 @@ def generated(score_mod: Mod, differentiable: Sequence[Tensor], deterministic: b
         raise UnsupportedError(str(error)) from error
 
 
-def kernel_source(mod: str, head_dim: int, dtype: torch.dtype) -> str:
+@dataclass(frozen=True)
+class Kernel:
+    """The kernel that a score_mod becomes part of.
+
+    Attributes
+    ----------
+    backend : str
+        "sm90" or "sm80".
+    tile : int
+        sm90: the head dimension of the tile, 64 or 128. sm80: the number of the tile in csrc/attention/sm80/config.h.
+    """
+
+    backend: str
+    tile: int
+    tf32: bool = False
+
+
+def kernel_of_plan(plan: Mapping[str, Any], tf32: bool = False) -> Kernel:
+    """Return the kernel of a plan."""
+    if plan["backend"] == "sm90":
+        return Kernel("sm90", 64 if plan["tile"][0] == 128 else 128)
+    return Kernel("sm80", plan["config"], tf32)
+
+
+def kernel_source(mod: str, kernel: Kernel, dtype: torch.dtype) -> str:
     """Return the complete CUDA source of a kernel. It includes files of :func:`~flashbwd.mods.nvrtc.header_folder`.
 
     Parameters
     ----------
     mod : str
         What ``emit_score_gradient`` returns.
-    head_dim : int
-        64 or 128: the head dimension of the tile.
     """
-    return f"""{nvrtc.includes("mods/functions.cuh", "mods/gradient_sum.cuh", "attention/sm90/generated_kernel.cuh")}
+    arguments, threads = f"{_C_TYPES[dtype]}, {kernel.tile}", "flashbwd::sm90::kThreads"
+    if kernel.backend == "sm80":
+        arguments += f", {str(kernel.tf32).lower()}"
+        threads = f"flashbwd::sm80::kTiles[{kernel.tile}].threads()"
+    headers = ("mods/functions.cuh", "mods/gradient_sum.cuh", f"attention/{kernel.backend}/generated_kernel.cuh")
+    return f"""{nvrtc.includes(*headers)}
+namespace flashbwd {{
+using {kernel.backend}::GeneratedParams;
+}}
 {mod}
-extern "C" __global__ void __launch_bounds__(flashbwd::sm90::kThreads, 1)
-    {_NAME}(const __grid_constant__ flashbwd::sm90::GeneratedParams params) {{
-  flashbwd::sm90::generated_backward<{_C_TYPES[dtype]}, {head_dim}, flashbwd::Mod>(params);
+extern "C" __global__ void __launch_bounds__({threads}, 1)
+    {_NAME}(const __grid_constant__ flashbwd::GeneratedParams params) {{
+  flashbwd::{kernel.backend}::generated_backward<{arguments}, flashbwd::Mod>(params);
 }}
 """
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(mod: str, head_dim: int, dtype: torch.dtype, device: int) -> int:
+def _kernel(mod: str, kernel: Kernel, dtype: torch.dtype, device: int) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     try:
-        source = kernel_source(mod, head_dim, dtype)
-        return nvrtc.kernel_of(source, _NAME, _SHARED_BYTES, device, ARCHITECTURE)
+        source = kernel_source(mod, kernel, dtype)
+        return nvrtc.kernel_of(source, _NAME, shared_bytes, device, ARCHITECTURES[kernel.backend])
     except nvrtc.CompilationError as error:
         raise UnsupportedError(str(error)) from error

@@ -20,6 +20,7 @@ from flashbwd.flex.cache import keep_for_graph, kernel_lists_maker, kernel_lists
 from flashbwd.flex.gradients import gradients
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.storages import ByStorage
+from flashbwd.flex.tile import Tile
 from flashbwd.mods.in_graph import as_outside, bound
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import Mod
@@ -89,23 +90,23 @@ def call_of(
 
 
 def _lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile, deterministic: bool
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.cache.kernel_lists_of`, for the tensors of a graph."""
     if mask is None:
-        return kernel_lists_of(None, (), query, key, value, deterministic)
-    key_of_call, make = kernel_lists_maker(mask, query, key, value, deterministic)
+        return kernel_lists_of(None, (), query, key, tile, deterministic)
+    key_of_call, make = kernel_lists_maker(mask, query, key, tile, deterministic)
     identity = (*key_of_call, mask.BLOCK_SIZE, mask.mask_mod.identity)  # type: ignore[attr-defined]
     return keep_for_graph(_remembered.get(identity, [*mask.query_lists(), *captured], make))
 
 
 def _made_lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile, deterministic: bool
 ) -> KernelLists | None:
     """As :func:`_lists_of`, but computed in each call."""
     if mask is None:
-        return kernel_lists_of(None, (), query, key, value, deterministic)
-    _, make = kernel_lists_maker(mask, query, key, value, deterministic)
+        return kernel_lists_of(None, (), query, key, tile, deterministic)
+    _, make = kernel_lists_maker(mask, query, key, tile, deterministic)
     return keep_for_graph(make())
 
 

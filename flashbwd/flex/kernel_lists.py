@@ -1,11 +1,11 @@
-"""Block lists as the sm90 kernel reads them: one list per key block of a KV head, in the order of its work tiles.
+"""Block lists as the sm90 and sm80 kernels read them: one list per key block of a KV head, in the order of work tiles.
 
 :func:`kernel_lists` turns :class:`~flashbwd.flex.lists.KeyBlockLists` into the three tensors of the operator
 ``flashbwd::block_mask_attention_backward``. ``csrc/attention/params.h`` declares their rows as structs.
 
 lists    (batches, kv_heads, key_blocks, 4) int32    key block, index of its first entry, number of entries, 0
 entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, adds
-bits     (tiles, words) int32                        the mask of a tile in the order of the kernel's registers
+bits     (tiles, words) int32                        the mask of a tile in the order of the kernels' registers
 
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
 - ``adds`` is the number of entries with the same query block and head in the lists before this one. In deterministic
@@ -19,15 +19,18 @@ bits     (tiles, words) int32                        the mask of a tile in the o
 
 from __future__ import annotations
 
+import functools
+import json
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from flashbwd import _ops
 from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
-_CONSUMERS = (2, 4, 2, 8)  # keys of a tile: warpgroup, warp, half, row of eight lanes
 _FEW = 0.45  # share of the query blocks that a key block sees, below which heads are outermost
 _TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
 
@@ -37,25 +40,77 @@ class UnsupportedError(Exception):
 
 
 class KernelLists(NamedTuple):
-    """The tensors of a block mask for the sm90 kernel, in the layout that the module describes."""
+    """The tensors of a block mask for a kernel, in the layout that the module describes."""
 
     lists: Tensor
     entries: Tensor
     bits: Tensor
-    covers: bool  # every query block of every head is in a list, so the kernel need not add dq into zeros
+    covers: bool  # every query block of every head is in a list, so sm90 need not add dq into zeros
+    tile: Tile
     hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible; not for the operator
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, bool]:
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, bool, list[int]]:
         """Return the arguments of the operator."""
-        return self[:4]
+        return self.lists, self.entries, self.bits, self.covers, [self.tile.queries, self.tile.keys]
 
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 128  # of sm90; above it, sm80 computes block masks
+REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
 
 
-def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:
-    """Return the tile of the sm90 kernel for these head dimensions, which are at most ``MAX_HEAD_DIM``."""
-    return Tile(queries=128 if max(head_dim, head_dim_v) <= 64 else 64, keys=128)
+def backend_option(head_dim: int, head_dim_v: int) -> str:
+    """Return the option ``backend`` of the operators for a call with a block mask."""
+    return "auto" if max(head_dim, head_dim_v) <= MAX_HEAD_DIM else "sm80"
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_tile(
+    plan_operator: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    head_dim_v: int,
+    device: int,
+    backend: str,
+    softcap: bool = False,
+    alibi: bool = False,
+) -> Tile:
+    """Return the tile of the kernel that computes such calls on a CUDA device.
+
+    Parameters
+    ----------
+    plan_operator : str
+        Name of the operator that plans the call, which has a block mask.
+    backend : str
+        The operator's option.
+
+    Raises
+    ------
+    UnsupportedError
+        If no kernel does.
+    """
+    vector = 16 // dtype.itemsize  # columns are padded to whole vectors
+    with unset_fake_temporarily():
+        q, v = (
+            torch.empty(1, 1, 1, -(-columns // vector) * vector, dtype=dtype, device="meta")
+            for columns in (head_dim, head_dim_v)
+        )
+        numbers = torch.empty(1, 1, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="meta")
+        lists = torch.empty(0, dtype=torch.int32, device="meta")
+        options = {
+            "softmax_scale": 1.0,
+            "softcap": float(softcap),
+            "alibi_slopes": numbers[0, 0].float() if alibi else None,
+            "backend": backend,
+            "plan_device": device,
+        }
+        operator = getattr(torch.ops.flashbwd, plan_operator)
+        try:
+            plan = _ops.call(operator, v, q, q, v, v, numbers, lists, lists, lists, False, [0, 0], **options)
+        except ValueError as error:
+            if not any(words in str(error) for words in REFUSALS):
+                raise
+            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+    return Tile(*json.loads(plan)["tile"])
 
 
 def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, deterministic: bool) -> KernelLists:
@@ -101,7 +156,8 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, determinist
     ends = ordered.flatten().cumsum(0).view_as(ordered)
     rows = torch.stack([order, ends - ordered, ordered, torch.zeros_like(order)], -1)
     covers = dq_tiles == lists.batches * planes * group * lists.query_blocks
-    return KernelLists(rows.int(), entries[by_list].int().contiguous(), registers_of_bits(lists.bits), covers)
+    bits = registers_of_bits(lists.bits)
+    return KernelLists(rows.int(), entries[by_list].int().contiguous(), bits, covers, lists.tile)
 
 
 def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
@@ -129,29 +185,31 @@ def _adds_before(
 
 
 def registers_of_bits(bits: Tensor) -> Tensor:
-    """Rearrange the bits of tiles for the kernel's consumer threads.
+    """Rearrange the bits of tiles in the order of the accumulators of matrix products.
 
-    A consumer thread holds the scores of two keys, eight apart, and of a pair of queries in each eight. Its words hold
-    the bits of the first key, then those of the second one, each in the order of the queries.
+    A lane of a warp with 16 keys holds the scores of two of these keys, eight apart, and of a pair of queries in each
+    eight. Its bits are those of the first key, then those of the second one, each in the order of the queries. The
+    bits of a tile are those of the lanes, for one group of 16 keys after the other.
 
     Parameters
     ----------
-    bits : Tensor, (tiles, queries, 4), int32
+    bits : Tensor, (tiles, queries, keys / 32), int32
         Bit ``j % 32`` of word ``j // 32`` of a row says whether the query sees key j.
 
     Returns
     -------
-    Tensor, (tiles, 4 * queries), int32
-        256 threads of ``queries / 64`` words each.
+    Tensor, (tiles, queries * keys / 32), int32
+        ``queries / 2`` bits for each lane.
     """
-    tiles, queries, _ = bits.shape
-    registers = bits.new_empty(tiles, 4 * queries)
+    tiles, queries, words_per_row = bits.shape
+    registers = bits.new_empty(tiles, queries * words_per_row)
     shifts = torch.arange(32, device=bits.device)
     for first in range(0, tiles, _TILES_AT_ONCE):
-        visible = bits[first : first + _TILES_AT_ONCE].unsqueeze(-1) >> shifts & 1  # (tiles, queries, 4, 32)
-        visible = visible.view(-1, queries // 8, 4, 2, *_CONSUMERS)  # queries: eight, pair, odd; then keys
-        visible = visible.permute(0, 4, 5, 7, 2, 6, 1, 3)  # warpgroup, warp, row, pair | half, eight, odd
-        words = visible.reshape(-1, 4 * queries, 32).long()
+        visible = bits[first : first + _TILES_AT_ONCE].unsqueeze(-1) >> shifts & 1  # (tiles, queries, words, 32)
+        # queries: eight, pair, odd; keys: sixteen, half, row of eight lanes
+        visible = visible.view(-1, queries // 8, 4, 2, 2 * words_per_row, 2, 8)
+        visible = visible.permute(0, 4, 6, 2, 5, 1, 3)  # sixteen, row, pair | half, eight, odd
+        words = visible.reshape(-1, queries * words_per_row, 32).long()
         words = (words << shifts).sum(-1)
         registers[first : first + _TILES_AT_ONCE] = words.where(words < 2**31, words - 2**32).int()
     return registers

@@ -23,8 +23,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flashbwd import _ops
 from flashbwd.flex import backends, counts, graph_operator
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_tile
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.score_change import hides_above_diagonal
+from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
@@ -186,18 +187,17 @@ def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def _any_lists(
-    mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, value: Tensor, _deterministic: bool
+    mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile, _deterministic: bool
 ) -> KernelLists:
     """Lists for a plan, which depends on the number of lists and the tile but not on how long the lists are.
 
     ALiBi without an absolute value needs a mask that hides later keys. Here ``mask_mod`` must prove this.
     """
-    tile = kernel_tile(query.shape[3], value.shape[3])
-    shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, 4 * tile.queries))
+    shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, tile.queries * tile.keys // 32))
     with unset_fake_temporarily():
         lists, entries, bits = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
     hides_above = mask is not None and hides_above_diagonal(mask.mask_mod, key.shape[2] - query.shape[2])
-    return KernelLists(lists, entries, bits, covers=False, hides_above_diagonal=hides_above)
+    return KernelLists(lists, entries, bits, False, tile, hides_above)
 
 
 # ---- replacing it ----

@@ -289,14 +289,15 @@ def emit_gradient(
 def emit_score_gradient(
     score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
 ) -> tuple[str, dict[int, int]]:
-    """As :func:`emit_gradient`, for the attention kernel of csrc/attention/sm90/score_mod/generated.cuh.
+    """As :func:`emit_gradient`, for the attention kernels of csrc/attention/sm90/score_mod/generated.cuh and
+    csrc/attention/sm80/generated_scores.cuh. The source around it defines the type ``GeneratedParams``.
 
-    That kernel reads the bits of a block mask, so ``mask`` is None.
+    These kernels read the bits of a block mask, so ``mask`` is None.
     """
     assert score is not None
     assert mask is None
     score_body, gradient, derivative = _bodies(score, slots, differentiable, in_sums=True)
-    parameters = "const sm90::GeneratedParams& p, float score, int b, int h, int q, int k"
+    parameters = "const GeneratedParams& p, float score, int b, int h, int q, int k"
     return (
         f"""namespace flashbwd {{
 struct Mod {{

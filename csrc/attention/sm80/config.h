@@ -52,6 +52,8 @@ enum class Variant : int32_t {
   kAllFeatures,  // bias, key mask, ALiBi, softcap, dropout
   kSharedBias,   // as kBias, but heads that share a bias add to its gradient, in a fixed order or in any order
   kFirstStores,  // plain attention; the first key block of a query tile stores dq, see has_first_stores
+  kBlockMask,    // query loops and bits of a block mask; softcap, ALiBi
+  kGenerated,    // a block mask with a score_mod that is compiled at run time, see generated_kernel.cuh
 };
 
 // The comments give the accumulator registers per thread, dk and dv + s and dp, and the shared memory. For each element
@@ -115,16 +117,27 @@ constexpr bool refills(const Tile& tile, Variant variant) {
          (variant == Variant::kPlain || variant == Variant::kFirstStores);
 }
 
+// Tiles that have kBlockMask and kGenerated kernels. Head dimensions between these take the next larger tile. No tile
+// has more than 128 queries or keys, so a block of 128 is never loaded because of its neighbour.
+constexpr bool has_block_mask_kernel(const Tile& tile) {
+  return !tile.large && tile.head_dim != 96 && tile.head_dim != 160;
+}
+
 // Shared memory beyond Tile::shared_bytes(): scheduler state, barriers, and the alignment of tiles to 1024 bytes.
 constexpr int32_t kAlignmentBytes = 1024;
 
-// Returns a row of kTiles, or -1 if none fits.
-constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, int64_t shared_bytes) {
+// Dynamic shared memory of a kGenerated kernel.
+constexpr int32_t generated_shared_bytes(const Tile& tile) { return tile.shared_bytes() + kAlignmentBytes; }
+
+// Returns a row of kTiles, or -1 if none fits. `block_mask`: it has a kBlockMask kernel.
+constexpr int tile_for(int64_t element_bytes, int64_t head_dim, int64_t head_dim_v, int64_t shared_bytes,
+                       bool block_mask = false) {
   const int64_t wider = head_dim > head_dim_v ? head_dim : head_dim_v;
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     if (tile.element_bytes == element_bytes && (tile.large || wider <= tile.head_dim) &&
-        tile.shared_bytes() + kAlignmentBytes <= shared_bytes && is_built(tile.head_dim)) {
+        tile.shared_bytes() + kAlignmentBytes <= shared_bytes && is_built(tile.head_dim) &&
+        (!block_mask || has_block_mask_kernel(tile))) {
       return i;
     }
   }

@@ -14,6 +14,8 @@ template <typename Traits>
 struct Copies {
   using T = typename Traits::T;
   using SharedStorage = typename Traits::SharedStorage;
+  using WorkTile = typename Traits::WorkTile;
+  using QueryIteration = typename Traits::QueryIteration;
 
   // Called by one thread: writes the next nonempty work tile, or none, to next_work, and the source of its first tiles.
   static __device__ __forceinline__ void fetch_work_tile(const KernelParams& params, SharedStorage& smem) {

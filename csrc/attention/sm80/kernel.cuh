@@ -7,12 +7,12 @@
 namespace flashbwd::sm80 {
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
+__device__ __forceinline__ void backward(const KernelParams& params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& smem = *reinterpret_cast<typename Traits::SharedStorage*>(shared);
 
   if (threadIdx.x == 0) {
-    smem.work = WorkTile();
+    smem.work = typename Traits::WorkTile();
     smem.first_stage = smem.keys_offset = 0;
     smem.first_add = FirstAdd();
     for (SplitBarrier* barrier : {&smem.tiles_loaded, &smem.scores_stored, &smem.done}) barrier->init(Traits::kThreads);
@@ -41,6 +41,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __g
     }
     __syncthreads();  // thread 0 has written smem.work
   }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
+  backward<Traits>(params);
 }
 
 }  // namespace flashbwd::sm80

@@ -80,7 +80,7 @@ struct LargeMainloop : Mainloop<Traits> {
       const BlockRange subtiles = OperandCursor<Traits>::subtiles(work, query_block);
       add_gradient(stream, smem.p, subtiles, dv, work, iteration.index == 0, iteration.index + 1 == num_iterations);
       add_gradient(stream, smem.ds, subtiles, dk, work, iteration.index == 0, iteration.index + 1 == num_iterations);
-      add_dq(stream, iteration.head, query_block);
+      add_dq(stream, iteration, iteration.head, query_block);
     }
   }
 
@@ -193,13 +193,14 @@ struct LargeMainloop : Mainloop<Traits> {
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, columns), added to the accumulator in global memory.
-  static __device__ __forceinline__ void add_dq(OperandStream<Traits>& stream, int32_t head, int32_t query_block) {
+  static __device__ __forceinline__ void add_dq(OperandStream<Traits>& stream, const QueryIteration& iteration,
+                                                int32_t head, int32_t query_block) {
     const KernelParams& params = stream.params;
     const AttentionBackwardParams& p = params.attention;
     const WorkTile& work = stream.work;
     const DqAccumulator<Traits> accumulator(params, work, head, query_block);
     const bool ordered = params.dq_semaphores != nullptr;
-    if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+    if (ordered) DqSemaphore(params, work, iteration, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
     for (int32_t block = 0; block < p.head_dim; block += Traits::kGradientColumns) {
       const uint8_t* const keys = stream.acquire();
@@ -211,7 +212,7 @@ struct LargeMainloop : Mainloop<Traits> {
         accumulator.add(dq, block + column);
       }
     }
-    if (ordered) DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
+    if (ordered) DqSemaphore(params, work, iteration, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
   }
 
   static __device__ __forceinline__ void multiply_dq(const uint8_t* ds, const uint8_t* keys, int32_t column,

@@ -16,6 +16,9 @@ struct LargeTraits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   static constexpr Variant kVariant = kVariant_;
   static constexpr bool kFeatures = kVariant != Variant::kPlain;
+  static constexpr bool kListed = false, kGenerated = false;
+  using WorkTile = sm80::WorkTile;
+  using QueryIteration = sm80::QueryIteration;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;
   static constexpr int kWarpsN = kTile.warps_n;

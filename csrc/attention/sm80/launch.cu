@@ -3,9 +3,12 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "../../common/launch.h"
+#include "../../common/launch_driver.h"
 #include "../dropout.h"
 #include "../families.h"
 #include "../pre_post/bounded_lengths.h"
@@ -13,6 +16,7 @@
 #include "../pre_post/sink_gradient.h"
 #include "combine_splits.cuh"
 #include "config.h"
+#include "generated_params.h"
 #include "gradient_target.h"
 #include "launch.h"
 #include "layout.h"
@@ -144,6 +148,7 @@ Variant variant_of(const KernelParams& params, const Tile& tile) {
   const Schedule& schedule = params.schedule;
   const AttentionBackwardParams& p = params.attention;
   const bool others = p.key_mask.data != nullptr || p.alibi_slopes != nullptr || p.softcap > 0.f || p.dropout_p > 0.f;
+  if (p.block_mask.lists != nullptr) return Variant::kBlockMask;
   if (schedule.whole_heads) return Variant::kWholeHeads;
   if (schedule.first_stores) return Variant::kFirstStores;
   if (p.bias.data == nullptr)
@@ -171,8 +176,26 @@ const char* dispatch(int tile_index, const KernelParams& params, Variant variant
   }
 }
 
-const char* launch_main(const AttentionPlan& plan, const KernelParams& params, void* stream) {
+const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelParams& params, const Tile& tile,
+                             void* stream) {
+  GeneratedParams all;
+  static_cast<KernelParams&>(all) = params;
+  std::copy(std::begin(score_mod.captured), std::end(score_mod.captured), all.captured);
+  std::copy(std::begin(score_mod.gradients), std::end(score_mod.gradients), all.gradients);
+  LaunchForm form;
+  cudaError_t error = cudaGetDevice(&form.device);
+  if (error == cudaSuccess) {
+    const CUlaunchConfig config =
+        config_of(dim3(params.schedule.num_ctas), tile.threads(), generated_shared_bytes(tile), stream);
+    error = launch_with_driver(&all, score_mod.kernel, config, form);
+  }
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+const char* launch_main(const AttentionPlan& plan, const CompiledScoreMod* score_mod, const KernelParams& params,
+                        void* stream) {
   if (params.schedule.num_work_tiles() == 0) return nullptr;
+  if (score_mod != nullptr) return launch_score_mod(*score_mod, params, kTiles[plan.config], stream);
   const Variant variant = variant_of(params, kTiles[plan.config]);
   switch (params.attention.dtype) {
     case DType::kBFloat16:
@@ -184,9 +207,8 @@ const char* launch_main(const AttentionPlan& plan, const KernelParams& params, v
   }
 }
 
-}  // namespace
-
-const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan, void* stream) {
+const char* run(const AttentionBackwardParams& caller_params, const AttentionPlan& plan,
+                const CompiledScoreMod* score_mod, void* stream) {
   const Schedule& schedule = plan.sm80.schedule;
   AttentionBackwardParams p = caller_params;
   if (const char* error = launch_bound_lengths(&p, plan.workspace, stream)) return error;
@@ -197,13 +219,24 @@ const char* run(const AttentionBackwardParams& caller_params, const AttentionPla
     if (const char* error = add_bias_gradient_unordered(scratch, &params, stream)) return error;
   }
   if (const char* error = launch_preprocess(p, plan.workspace, params.lse_delta, stream)) return error;
-  if (const char* error = launch_main(plan, params, stream)) return error;
+  if (const char* error = launch_main(plan, score_mod, params, stream)) return error;
   if (const char* error = launch_combine_splits(params, kTiles[plan.config], stream)) return error;
   if (!schedule.whole_heads) {
     if (const char* error = launch_dq_postprocess(p, plan.workspace, stream)) return error;
   }
   if (const char* error = launch_reduce_bias_gradient(p, params.bias_gradient, scratch, stream)) return error;
   return launch_sink_gradient(p, params.lse_delta, stream);
+}
+
+}  // namespace
+
+const char* run(const AttentionBackwardParams& params, const AttentionPlan& plan, void* stream) {
+  return run(params, plan, nullptr, stream);
+}
+
+const char* run_score_mod(const AttentionBackwardParams& params, const AttentionPlan& plan,
+                          const CompiledScoreMod& score_mod, void* stream) {
+  return run(params, plan, &score_mod, stream);
 }
 
 }  // namespace flashbwd::sm80

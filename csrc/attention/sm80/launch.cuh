@@ -74,6 +74,9 @@ const char* launch_row(int tile_index, const KernelParams& params, Variant varia
         if constexpr (has_shared_bias_kernel(kTiles[kFirst])) {
           if (variant == Variant::kSharedBias) return launch_variant<T, kFirst, Variant::kSharedBias>(params, stream);
         }
+        if constexpr (has_block_mask_kernel(kTiles[kFirst])) {
+          if (variant == Variant::kBlockMask) return launch_variant<T, kFirst, Variant::kBlockMask>(params, stream);
+        }
         return launch_variant<T, kFirst, Variant::kAllFeatures>(params, stream);
       }
     }

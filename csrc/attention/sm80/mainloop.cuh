@@ -10,6 +10,7 @@
 
 #include "copies.cuh"
 #include "features.cuh"
+#include "generated_scores.cuh"
 #include "products.cuh"
 
 namespace flashbwd::sm80 {
@@ -19,8 +20,12 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
   using T = typename Traits::T;
   using M = typename Traits::M;
   using SharedStorage = typename Traits::SharedStorage;
+  using WorkTile = typename Traits::WorkTile;
+  using QueryIteration = typename Traits::QueryIteration;
   using DqSums = typename DqAccumulator<Traits>::Tile;
-  using ScoreWork = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
+  using WithoutLists = std::conditional_t<Traits::kFeatures, Features<Traits>, Scores<Traits>>;
+  using WithLists = std::conditional_t<Traits::kGenerated, GeneratedScores<Traits>, BlockMaskScores<Traits>>;
+  using ScoreWork = std::conditional_t<Traits::kListed, WithLists, WithoutLists>;
   using FromCopies = sm80::Copies<Traits>;
   using FromProducts = sm80::Products<Traits>;
   using FromCopies::advance, FromCopies::fetch_work_tile, FromCopies::first_stage, FromCopies::keys_offset,
@@ -77,6 +82,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       const int32_t query_block = iteration.query_block(work);
       uint8_t* const bias = Traits::kExchange ? smem.p : smem.ds;
       if constexpr (Traits::kFeatures) scores.load_bias(iteration.head, query_block, bias);
+      if constexpr (Traits::kListed) scores.load_bits(iteration.entry.bits);
       if constexpr (Traits::kStages == 1) {
         if (threadIdx.x == 0) prepare_next(params, smem, iteration, index, ring_index, query_block, more);
       }
@@ -91,6 +97,8 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(iteration.head, query_block, smem.lse[stage],
                                                              smem.delta[stage], bias, smem.ds, s, dp);
+      } else if constexpr (Traits::kListed) {
+        scores.apply(iteration, smem.lse[stage], smem.delta[stage], s, dp);
       } else {
         scores.apply(query_block, smem.lse[stage], smem.delta[stage], s, dp);
       }
@@ -179,7 +187,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       DqTile<Traits>(params, work, iteration.head, query_block).load(dq);  // for add_dq
     if (threadIdx.x == 0 && more) advance(params, smem, index + 1);
     // The reductions of dq complete during the products of the next iteration.
-    add_dq(params, smem, work, iteration.head, query_block, dq);
+    add_dq(params, smem, work, iteration, iteration.head, query_block, dq);
     smem.done.arrive();
   }
 
@@ -199,13 +207,14 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
     __syncthreads();  // all threads are done with q, and may store or add dq
     if (Traits::kRefills ? smem.source.exists : more) load_queries(params, smem, 0);
     copy_async_commit();
-    add_dq(params, smem, smem.work, iteration.head, query_block, dq);  // while the copies run
+    add_dq(params, smem, smem.work, iteration, iteration.head, query_block, dq);  // while the copies run
   }
 
   // dq (queries, columns) = ds (kBlockN, kBlockM)^T * k (kBlockN, kHeadDim), added to the accumulator in global memory.
   // `dq` must be zero on entry; with whole heads it has the sum of the earlier key blocks.
   static __device__ __forceinline__ void add_dq(const KernelParams& params, SharedStorage& smem, const WorkTile& work,
-                                                int32_t head, int32_t query_block, DqSums& dq) {
+                                                const QueryIteration& iteration, int32_t head, int32_t query_block,
+                                                DqSums& dq) {
     if constexpr (Traits::kWholeHeads) {
       multiply_dq(smem, 0, dq);
       DqTile<Traits>(params, work, head, query_block).store(params, work, head, query_block, dq);
@@ -215,11 +224,11 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
     if constexpr (Traits::kDqPasses == 1) {
       multiply_dq(smem, 0, dq);
       if (params.dq_semaphores != nullptr)
-        DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+        DqSemaphore(params, work, iteration, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
       add_or_store_dq(smem, accumulator, dq, 0);
     } else {
       if (params.dq_semaphores != nullptr)
-        DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
+        DqSemaphore(params, work, iteration, head, query_block, Traits::kBlockM, Traits::kBlockN).wait();
 #pragma unroll 1
       for (int32_t column = 0; column < Traits::kHeadDim; column += Traits::kHeadDim / Traits::kDqPasses) {
         DqSums dq = {};
@@ -228,7 +237,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       }
     }
     if (params.dq_semaphores != nullptr)
-      DqSemaphore(params, work, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
+      DqSemaphore(params, work, iteration, head, query_block, Traits::kBlockM, Traits::kBlockN).release();
   }
 
   static __device__ __forceinline__ void add_or_store_dq(const SharedStorage& smem, const DqAccumulator<Traits>& rows,

@@ -2,6 +2,7 @@
 #include <limits>
 #include <string>
 
+#include "../block_mask_checks.h"
 #include "../families.h"
 #include "../pre_post/lse_delta.h"
 #include "config.h"
@@ -12,7 +13,8 @@ namespace flashbwd::sm80 {
 namespace {
 
 int tile_of(const AttentionProblem& problem, const DeviceInfo& device) {
-  return tile_for(size_of(problem.dtype), problem.head_dim, problem.head_dim_v, device.smem_per_block);
+  return tile_for(size_of(problem.dtype), problem.head_dim, problem.head_dim_v, device.smem_per_block,
+                  problem.has_block_mask);
 }
 
 std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
@@ -24,13 +26,24 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
     return std::string("it takes float16, bfloat16 and float32, got ") + name_of(problem.dtype);
   }
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (problem.has_block_mask) return "it takes no block mask";
+  if (problem.has_block_mask) {
+    if (problem.backend != "sm80") {
+      return "it takes a block mask only on request, because these kernels have not run on a GPU yet";
+    }
+    if (problem.has_score_mod && (problem.softcap > 0.0 || problem.has_alibi)) {
+      return "it takes no softcap or ALiBi with a score_mod that is compiled at run time";
+    }
+    if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
+    if (problem.has_bias) return "it takes no attn_bias with a block mask";
+  }
   const int tile_index = tile_of(problem, device);
   if (tile_index < 0) {
     return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
            number(problem.head_dim_v) + " of " + name_of(problem.dtype) + " in " + number(device.smem_per_block) +
            " bytes of shared memory per block";
   }
+  const std::string tile_refusal = refuse_block_tile(problem, kTiles[tile_index].block_m, kTiles[tile_index].block_n);
+  if (!tile_refusal.empty()) return tile_refusal;
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t rows = problem.batch * problem.heads * LseDelta::padded(problem.seqlen_q);
   if (count_work_tiles(problem, kTiles[tile_index]) > kMost || rows > kMost) {
@@ -44,6 +57,7 @@ std::string in_words(const AttentionProblem& problem, const Tile& tile, const Sc
       tile.large ? "persistent CTAs, one key block at a time, dk and dv in global memory by blocks of columns"
       : schedule.whole_heads ? "persistent CTAs, each one KV head at a time with its key blocks in order"
                              : "persistent CTAs, each one key block at a time";
+  if (problem.has_block_mask) words += ", query loops of a block mask";
   if (schedule.split_tiles.count > 0) {
     words += ", queries of the last " + std::to_string(schedule.split_tiles.count) + " split over " +
              std::to_string(schedule.split_tiles.splits) + " CTAs each";

@@ -18,7 +18,7 @@ Visibility visibility_of(const AttentionProblem& p) {
 
 bool is_dense(const AttentionProblem& p) { return !p.varlen && !p.has_seqused; }
 
-bool has_features(const AttentionProblem& p) { return p.has_bias || !has_only_bias(p); }
+bool has_features(const AttentionProblem& p) { return p.has_bias || p.has_block_mask || !has_only_bias(p); }
 
 // Whether work tiles follow cu_seqlens_k. A bias gradient is as wide as the longest sequence, so with one, every
 // sequence gets work tiles for the longest length.
@@ -26,9 +26,10 @@ bool packed_work_tiles(const AttentionProblem& p) { return p.varlen && !p.need_d
 
 // Chooses the work tiles to split. Without a mask all take equally long, and only the last wave is split. With a mask
 // they run longest first (LPT), and all are split if there are few. Packed sequences are not split (the host does not
-// know their lengths), nor are bias gradients (their layout allows one CTA per key block).
+// know their lengths), nor are bias gradients (their layout allows one CTA per key block), nor the lists of a block
+// mask.
 SplitTiles choose_split_tiles(const AttentionProblem& p, const Tile& tile, int64_t sm_count) {
-  if (p.varlen || p.need_dbias || p.seqlen_k == 0) return {};
+  if (p.varlen || p.need_dbias || p.has_block_mask || p.seqlen_k == 0) return {};
   const Visibility visibility = visibility_of(p);
   const auto iterations = [&](int64_t key_block) {
     return query_blocks(visibility, static_cast<int32_t>(key_block), tile.block_m, tile.block_n).size() *

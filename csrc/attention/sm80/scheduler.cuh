@@ -109,22 +109,28 @@ struct QueryIteration {
   __device__ __forceinline__ int32_t query_block(const WorkTile& work) const {
     return work.descending ? work.query_range.end - 1 - position.tile : work.query_range.begin + position.tile;
   }
+  // Key blocks that add to dq tile `query_block`, which is the one of this iteration, before this work tile does.
+  __device__ __forceinline__ int32_t adds_before(const WorkTile& work, int32_t query_block, int32_t block_m,
+                                                 int32_t block_n) const {
+    return adds_before_ascending(key_blocks(work.visibility, query_block, block_m, block_n), work.key_block);
+  }
 };
 
-// The ordered semaphore of dq tile `query_block` of `head`: key blocks add in ascending order. A CTA waits only for
-// smaller key blocks of the same (batch, head), which were taken earlier; index/dq_order.h shows why this cannot
-// deadlock.
+// The ordered semaphore of dq tile `query_block` of `head`, which are those of `iteration`: key blocks add in ascending
+// order, or in the order of the lists of a block mask. A CTA waits only for work tiles of the same (batch, head) that
+// were taken earlier; index/dq_order.h shows why this cannot deadlock.
 struct DqSemaphore {
   int32_t* counter;
   int32_t number;
 
-  __device__ DqSemaphore(const KernelParams& params, const WorkTile& work, int32_t head, int32_t query_block,
-                         int32_t block_m, int32_t block_n) {
+  template <typename WorkTile, typename Iteration>
+  __device__ DqSemaphore(const KernelParams& params, const WorkTile& work, const Iteration& iteration, int32_t head,
+                         int32_t query_block, int32_t block_m, int32_t block_n) {
     const AttentionBackwardParams& p = params.attention;
     const int64_t first = p.cu_seqlens_q != nullptr ? first_block(work.sequence.begin_q, work.batch, block_m)
                                                     : int64_t{work.batch} * params.schedule.query_blocks;
     counter = params.dq_semaphores + head * params.semaphores_per_head + first + query_block;
-    number = adds_before_ascending(key_blocks(work.visibility, query_block, block_m, block_n), work.key_block);
+    number = iteration.adds_before(work, query_block, block_m, block_n);
   }
   // Called by all threads.
   __device__ void wait() const {

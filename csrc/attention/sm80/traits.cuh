@@ -2,12 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../common/mma.cuh"
 #include "config.h"
 #include "dq.cuh"
+#include "listed_loop.cuh"
 #include "loads.cuh"
-#include "scheduler.cuh"
 #include "split_barrier.cuh"
 
 namespace flashbwd::sm80 {
@@ -21,6 +22,10 @@ struct Traits {
   static constexpr bool kWholeHeads = kVariant == Variant::kWholeHeads;
   static constexpr bool kBiasAlone = kVariant == Variant::kBias || kVariant == Variant::kSharedBias;
   static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
+  static constexpr bool kGenerated = kVariant == Variant::kGenerated;
+  static constexpr bool kListed = kGenerated || kVariant == Variant::kBlockMask;  // a block mask lists the query loop
+  using WorkTile = std::conditional_t<kListed, ListedWorkTile, sm80::WorkTile>;
+  using QueryIteration = std::conditional_t<kListed, ListedIteration, sm80::QueryIteration>;
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kBlockM = kTile.block_m;
   static constexpr int kBlockN = kTile.block_n;

@@ -1,14 +1,10 @@
-// What the host passes to a kernel with a score_mod that is compiled at run time.
 #pragma once
 
-#include "../../mods/captured_tensor.h"
+#include "../generated_params.h"
 #include "kernel_params.h"
 
 namespace flashbwd::sm90 {
 
-struct GeneratedParams : KernelParams {
-  CapturedTensor captured[kMaxCaptured];
-  void* gradients[kMaxCaptured];  // fp32 or fp64, contiguous; only where the score_mod has a gradient of this tensor
-};
+using GeneratedParams = WithCapturedTensors<KernelParams>;
 
 }  // namespace flashbwd::sm90

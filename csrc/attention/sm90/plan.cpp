@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "../block_mask_checks.h"
 #include "../families.h"
 #include "../index/tile_order.h"
 #include "../pre_post/lse_delta.h"
@@ -102,10 +103,8 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_key_mask && !copies_bias(kTiles[tile_index])) {
     return "it takes key_mask only beside an attn_bias that TMA can load, at head dimensions up to 128";
   }
-  if (problem.has_block_mask && problem.block_bits_words != 4 * kTiles[tile_index].block_m) {
-    return "block_bits has " + number(problem.block_bits_words) + " words per tile, expected " +
-           number(4 * kTiles[tile_index].block_m) + " at this head dimension";
-  }
+  const std::string tile_refusal = refuse_block_tile(problem, kTiles[tile_index].block_m, kTiles[tile_index].block_n);
+  if (!tile_refusal.empty()) return tile_refusal;
   if (problem.need_dbias && !has_bias_gradient(kTiles[tile_index])) {
     return "it does not take the gradient of attn_bias at head dimensions above 192";
   }

@@ -14,7 +14,12 @@ SAME_KERNEL = 16  # consecutive calls that a worker computes with the same gener
 MOST_SCORES = {"flex": 2 << 20, "flex_reference": 1 << 18}  # scores per call; the oracle keeps dozens of such matrices
 MOST_ELEMENTS = 4 << 20  # elements of queries and keys, summed over query heads
 EDGES = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300)
-HEAD_DIMS = {64: (8, 16, 32, 40, 48, 64, 64, 64), 128: (72, 80, 96, 104, 120, 128, 128, 128)}
+HEAD_DIMS = {
+    64: (8, 16, 32, 40, 48, 64, 64, 64),
+    128: (72, 80, 96, 104, 120, 128, 128, 128),
+    192: (136, 160, 176, 192, 192),
+    256: (200, 224, 240, 256, 256),
+}
 BLOCKS = (64, 128, 128, 256)
 RARE_BLOCKS = (32, 96, 192)
 LAYOUTS = ("heads first", "rows first", "rows first", "padded")  # order of the dimensions in memory
@@ -80,7 +85,8 @@ def draw(number: int, backend: str) -> Call:
     """Draw the call with this number. ``backend`` is "flex" or "flex_reference"."""
     rng = random.Random(f"{backend} {number}")
     kernel = random.Random(f"{backend} kernel {number // SAME_KERNEL}")
-    dtype, tile, mod = kernel.choice(["bf16", "fp16"]), kernel.choice([64, 128]), kernel.randrange(MODS)
+    dtype, tile = kernel.choice(["bf16", "fp16"]), kernel.choice([64, 64, 128, 128, 192, 256])
+    mod = kernel.randrange(MODS)
 
     def one_in(n: int) -> bool:
         return rng.randrange(n) == 0
@@ -92,7 +98,7 @@ def draw(number: int, backend: str) -> Call:
         or batch * heads * (length_q + length_k) * max(head_dim, head_dim_v) > MOST_ELEMENTS
     ):
         length_q, length_k = max(length_q * 2 // 3, 1), max(length_k * 2 // 3, 1)
-    score = rng.choice(SCORES)
+    score = rng.choice(SCORES) if tile <= 128 else "none"
     trains = mod % 2 == 0 if score == "generated" else score == "alibi" and one_in(4)
     mask = rng.choice(MASKS)
     block_q = rng.choice(BLOCKS) if not one_in(8) else rng.choice(RARE_BLOCKS)
@@ -128,8 +134,8 @@ def _sizes(rng: random.Random) -> tuple[int, int, int, int, int]:
 
 
 def _head_dims(rng: random.Random, tile: int) -> tuple[int, int]:
-    """Draw head dimensions for the kernel's tile of 64 or 128. TMA needs multiples of 8, so others are rare."""
-    least = 1 if tile == 64 else 65
+    """Draw head dimensions for one of the kernel's tiles. TMA needs multiples of 8, so others are rare."""
+    least = 1 if tile == 64 else 65 if tile == 128 else tile - 63
     large = rng.choice(HEAD_DIMS[tile]) if rng.randrange(12) else rng.randint(least, tile)
     if rng.randrange(4):
         return large, large

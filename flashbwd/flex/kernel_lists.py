@@ -50,7 +50,7 @@ class KernelLists(NamedTuple):
         return self[:4]
 
 
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
 
 
 def kernel_tile(head_dim: int, head_dim_v: int) -> Tile:

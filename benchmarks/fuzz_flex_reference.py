@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from fuzz_flex_mods import DTYPES, ScoreMod, Table, score_mod_of
 from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
+import flashbwd.flex.gradients as flex_gradients
 
 __all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "worst"]
 
@@ -236,7 +238,12 @@ def refusal(problem: Problem, backend: str) -> str | None:
 
 
 def gradients(problem: Problem, backend: str) -> Any:
-    return flashbwd.flex_attention_backward(**problem.arguments)
+    """Compute a call. Raises AssertionError if a kernel was planned, but the reference computes the call."""
+    if backend == "flex_reference":
+        return flashbwd.flex_attention_backward(**problem.arguments)
+    unexpected = AssertionError("the reference ran, but the plan named a kernel")
+    with mock.patch.object(flex_gradients, "decoding_backward", side_effect=unexpected):
+        return flashbwd.flex_attention_backward(**problem.arguments)
 
 
 def repeat(problem: Problem, backend: str) -> Callable[[], Any]:

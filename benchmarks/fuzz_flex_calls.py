@@ -19,8 +19,12 @@ MOST_SCORES = {
 MOST_ELEMENTS = 4 << 20  # elements of queries and keys, summed over query heads
 EDGES = (1, 2, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 256, 257, 300)
 DTYPES = {"flex_sm80": ["bf16", "fp16", "fp32"]}  # others: bf16 and fp16
-HEAD_DIMS = {64: (8, 16, 32, 40, 48, 64, 64, 64), 128: (72, 80, 96, 104, 120, 128, 128, 128)}
-LARGE_HEAD_DIMS = {192: (136, 144, 160, 192, 192), 256: (200, 208, 240, 256, 256)}  # of flex_sm80
+HEAD_DIMS = {
+    64: (8, 16, 32, 40, 48, 64, 64, 64),
+    128: (72, 80, 96, 104, 120, 128, 128, 128),
+    192: (136, 144, 160, 176, 192, 192),
+    256: (200, 208, 224, 240, 256, 256),
+}
 BLOCKS = (64, 128, 128, 256)
 RARE_BLOCKS = (32, 96, 192)
 LAYOUTS = ("heads first", "rows first", "rows first", "padded")  # order of the dimensions in memory
@@ -86,21 +90,20 @@ def draw(number: int, backend: str) -> Call:
     """Draw the call with this number. ``backend`` is "flex", "flex_sm80" or "flex_reference"."""
     rng = random.Random(f"{backend} {number}")
     kernel = random.Random(f"{backend} kernel {number // SAME_KERNEL}")
-    head_dims = HEAD_DIMS | LARGE_HEAD_DIMS if backend == "flex_sm80" else HEAD_DIMS
-    dtype, tile = kernel.choice(DTYPES.get(backend, ["bf16", "fp16"])), kernel.choice(list(head_dims))
-    mod = kernel.randrange(MODS)
+    dtype = kernel.choice(DTYPES.get(backend, ["bf16", "fp16"]))
+    tile, mod = kernel.choice([64, 64, 128, 128, 192, 256]), kernel.randrange(MODS)
 
     def one_in(n: int) -> bool:
         return rng.randrange(n) == 0
 
     batch, heads, group, length_q, length_k = _sizes(rng)
-    head_dim, head_dim_v = _head_dims(rng, tile, head_dims)
+    head_dim, head_dim_v = _head_dims(rng, tile)
     while (
         batch * heads * length_q * length_k > MOST_SCORES[backend]
         or batch * heads * (length_q + length_k) * max(head_dim, head_dim_v) > MOST_ELEMENTS
     ):
         length_q, length_k = max(length_q * 2 // 3, 1), max(length_k * 2 // 3, 1)
-    score = rng.choice(SCORES)
+    score = rng.choice(SCORES) if tile <= 128 or backend == "flex_sm80" else "none"
     trains = mod % 2 == 0 if score == "generated" else score == "alibi" and one_in(4)
     mask = rng.choice(MASKS)
     block_q = rng.choice(BLOCKS) if not one_in(8) else rng.choice(RARE_BLOCKS)
@@ -135,11 +138,11 @@ def _sizes(rng: random.Random) -> tuple[int, int, int, int, int]:
     return rng.choice([1, 1, 2, 3]), heads, group, length_q, length_q if rng.randrange(2) else length()
 
 
-def _head_dims(rng: random.Random, tile: int, head_dims: dict[int, tuple[int, ...]]) -> tuple[int, int]:
+def _head_dims(rng: random.Random, tile: int) -> tuple[int, int]:
     """Draw head dimensions for one of the kernel's tiles. TMA needs multiples of 8, so others are rare."""
     least = 1 if tile == 64 else 65 if tile == 128 else tile - 63
-    large = rng.choice(head_dims[tile]) if rng.randrange(12) else rng.randint(least, tile)
+    large = rng.choice(HEAD_DIMS[tile]) if rng.randrange(12) else rng.randint(least, tile)
     if rng.randrange(4):
         return large, large
-    other = rng.choice([n for dims in head_dims.values() for n in dims if n <= tile])
+    other = rng.choice([n for dims in HEAD_DIMS.values() for n in dims if n <= tile])
     return (large, other) if rng.randrange(2) else (other, large)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from fuzz_flex_mods import DTYPES, ScoreMod, Table, score_mod_of
 from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
-from flashbwd.flex import backends
+import flashbwd.flex.gradients as flex_gradients
 
 __all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "worst"]
 
@@ -231,7 +232,7 @@ class _Oracle:
 def refusal(problem: Problem, backend: str) -> str | None:
     """Return why no kernel computes a call, or None if one does or if the backend is the reference."""
     if backend == "flex_sm80":  # for this process, which runs no other backend
-        backends.backend_option = lambda *_: "sm80"
+        flashbwd.use_backend("sm80").__enter__()
     plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
         return None
@@ -239,7 +240,12 @@ def refusal(problem: Problem, backend: str) -> str | None:
 
 
 def gradients(problem: Problem, backend: str) -> Any:
-    return flashbwd.flex_attention_backward(**problem.arguments)
+    """Compute a call. Raises AssertionError if a kernel was planned, but the reference computes the call."""
+    if backend == "flex_reference":
+        return flashbwd.flex_attention_backward(**problem.arguments)
+    unexpected = AssertionError("the reference ran, but the plan named a kernel")
+    with mock.patch.object(flex_gradients, "decoding_backward", side_effect=unexpected):
+        return flashbwd.flex_attention_backward(**problem.arguments)
 
 
 def repeat(problem: Problem, backend: str) -> Callable[[], Any]:

@@ -57,6 +57,11 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     return _forced(name)
 
 
+def backend() -> str:
+    """Return the backend that :func:`use_backend` chose, by default "auto"."""
+    return _backend
+
+
 @contextlib.contextmanager
 def _forced(name: str) -> Iterator[None]:
     before = _backend

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from kit.host import dense_problem, device_info, load_host
 
+from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, kernel_tile
+
+EDGES_OF_TILES = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256)  # of block masks
 COUNTER_BYTES = 8 * 4  # work tiles taken, and finished adds of 2 * 3 KV heads, padded to 4 words
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
@@ -149,6 +152,21 @@ def test_block_masks_above_head_dimension_128_use_clusters_and_plain_scores(
     assert "by 2 CTAs" in plan.schedule
     with pytest.raises(ValueError, match="it has no tile with these features"):
         plan_of(host, **masked, softcap=30.0)
+
+
+@pytest.mark.parametrize("head_dim_v", [*EDGES_OF_TILES, MAX_HEAD_DIM + 1])
+@pytest.mark.parametrize("head_dim", [*EDGES_OF_TILES, MAX_HEAD_DIM + 1])
+def test_the_bits_of_a_block_mask_fit_the_tile_at_all_head_dimensions(
+    host: ModuleType, head_dim: int, head_dim_v: int
+) -> None:
+    tile = kernel_tile(head_dim, head_dim_v)
+    masked = {"has_block_mask": True, "block_bits_words": 4 * tile.queries}
+    if max(head_dim, head_dim_v) <= MAX_HEAD_DIM:
+        plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v, **masked)
+        assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", tile.queries, tile.keys)
+    else:
+        with pytest.raises(ValueError, match=f"no tile with these features for head dimensions {head_dim} and"):
+            plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v, **masked)
 
 
 @pytest.mark.parametrize("layout", ["kFlash", "kEfficient32", "kEfficient64"])

@@ -124,7 +124,10 @@ CASES = {
     "no_mask": Case("none", small(128, seqlen_q=260, seqlen_k=515), lse=True),
     "no_mask_fp32": Case("none", small(64), torch.float32),
     "fp32": Case("causal", small(64), torch.float32, refusal="it takes float16 and bfloat16, got float32"),
-    "head_dim_192": Case("causal", small(192), refusal="head dimensions of at most 128"),
+    "head_dim_192": Case("causal", small(192)),
+    "head_dim_192_128": Case("documents", small(192, head_dim_v=128, seqlen_q=1000, seqlen_k=1000), lse=True),
+    "head_dim_256": Case("window", small(256, heads_kv=1), torch.float16),
+    "score_mod_192": Case("causal", small(192), mod=squared, refusal="head dimensions of at most 128"),
     "alibi": Case("causal", mod=alibi),
     "other_score_mod": Case("causal", mod=squared),
 }

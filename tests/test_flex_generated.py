@@ -112,6 +112,24 @@ def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
         choose(on_a_gpu, MODS["relative_bias"][0], [])
 
 
+@pytest.mark.parametrize(
+    ("mod", "masked", "dims", "words"),
+    [
+        (None, True, (264, 64), "a block mask needs head dimensions of at most 256"),
+        (None, True, (64, 257), "a block mask needs head dimensions of at most 256"),
+        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (192, 192), "a score_mod beside a block mask needs"),
+        (doubled, False, (64, 136), "a score_mod that is compiled at run time needs head dimensions of at most 128"),
+    ],
+)
+def test_head_dimensions_are_refused_before_lists_are_made(
+    on_a_gpu: Callable[..., Tensor], mod: Mod | None, masked: bool, dims: tuple[int, int], words: str
+) -> None:
+    q, k, v = (on_a_gpu(2, 4, 300, n) for n in (dims[0], *dims))
+    call = DecodingCall(mod, visible_everywhere(300, 300, torch.device("cpu")) if masked else None, 0.125)
+    with pytest.raises(UnsupportedError, match=words):
+        backends.choose(call, q, k, v, [], False, lambda *_: pytest.fail("lists were made"))
+
+
 @pytest.fixture(scope="module")
 def host() -> ModuleType:
     return load_host()

@@ -313,10 +313,18 @@ def public_problem(case: Case) -> tuple[Problem, Any]:
     return p, block_mask
 
 
-@pytest.mark.parametrize("softcap", [0.0, 5.0])
-@pytest.mark.parametrize("head_dim", [60, 64, 101, 128])  # rows of 60 and 101 elements are padded for TMA
-def test_the_public_function_runs_the_kernel_that_its_plan_names(head_dim: int, softcap: float) -> None:
-    case = Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=head_dim, softcap=softcap)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "softcap"),
+    [
+        *((n, n, softcap) for n in (60, 64, 101, 128) for softcap in (0.0, 5.0)),  # 60 and 101 are padded for TMA
+        *((n, n, 0.0) for n in (129, 136, 191, 192, 193, 256)),
+        *((*dims, 0.0) for dims in ((24, 128), (100, 61), (192, 128), (128, 192), (64, 256), (256, 16), (250, 1))),
+    ],
+)
+def test_the_public_function_runs_the_kernel_that_its_plan_names(
+    head_dim: int, head_dim_v: int, softcap: float
+) -> None:
+    case = Case("documents", 1, 4, 2, 1000, 1000, head_dim, head_dim_v, softcap=softcap)
     p, block_mask = public_problem(case)
     score_mod = (lambda s, b, h, i, j: softcap * torch.tanh(s / softcap)) if softcap else None
     dout, q, k, v, out = p.tensors
@@ -399,7 +407,9 @@ def test_alibi_without_a_block_mask_runs_the_kernels_of_attention() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 264"),
+        ({"head_dim": 264, "head_dim_v": 64}, "it has no tile with these features for head dimensions 264 and 64"),
+        ({"head_dim": 64, "head_dim_v": 257}, "it has no tile with these features for head dimensions 64 and 264"),
+        ({"dtype": torch.float32}, "it takes float16 and bfloat16, got float32"),
     ],
 )
 def test_the_reference_computes_a_call_without_a_kernel_and_the_plan_gives_the_reason(

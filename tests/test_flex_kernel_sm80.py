@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from test_flex_kernel import Case, alibi_mods, build, check, public_problem, small
 
 import flashbwd
-from flashbwd.flex import backends
 
 pytestmark = pytest.mark.gpu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,6 +19,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def _needs_ampere() -> None:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("block lists run from compute capability 8.0 on")
+
+
+@pytest.fixture
+def sm80() -> Iterator[None]:
+    with flashbwd.use_backend("sm80"):
+        yield
 
 
 CASES = [
@@ -105,8 +111,7 @@ PUBLIC = [
 
 
 @pytest.mark.parametrize("case", PUBLIC, ids=str)
-def test_the_public_function_runs_sm80(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "backend_option", lambda *_: "sm80")
+def test_the_public_function_runs_sm80(case: Case, sm80: None) -> None:
     p, block_mask = public_problem(case)
     cap = case.softcap
     score_mod = (lambda s, b, h, i, j: cap * torch.tanh(s / cap)) if cap else None
@@ -118,8 +123,7 @@ def test_the_public_function_runs_sm80(case: Case, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("form", ["signed", "absolute", "by_batch"])
-def test_alibi_as_a_score_mod_runs_sm80(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "backend_option", lambda *_: "sm80")
+def test_alibi_as_a_score_mod_runs_sm80(form: str, sm80: None) -> None:
     p, block_mask = public_problem(Case("documents", seqlen_q=777, seqlen_k=777, head_dim=64, alibi=True))
     dout, q, k, v, out = p.tensors
     options = {"score_mod": alibi_mods(p)[form], "block_mask": block_mask, "enable_gqa": True}
@@ -127,8 +131,7 @@ def test_alibi_as_a_score_mod_runs_sm80(form: str, monkeypatch: pytest.MonkeyPat
     check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])
 
 
-def test_float32_products_round_to_tf32_only_if_pytorch_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "backend_option", lambda *_: "sm80")
+def test_float32_products_round_to_tf32_only_if_pytorch_allows_it(sm80: None, monkeypatch: pytest.MonkeyPatch) -> None:
     p, block_mask = public_problem(Case("documents", seqlen_q=500, seqlen_k=500, head_dim=64, dtype=FP32))
 
     def grads() -> Any:

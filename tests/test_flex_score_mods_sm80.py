@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,17 +11,17 @@ from test_flex_kernel import Case
 from test_flex_score_mods import build, check, score_mod, small
 
 import flashbwd
-from flashbwd.flex import backends
 
 pytestmark = pytest.mark.gpu
 FP16, FP32 = torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _sm80(monkeypatch: pytest.MonkeyPatch) -> None:
+def _sm80() -> Iterator[None]:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("score_mods are compiled from compute capability 8.0 on")
-    monkeypatch.setattr(backends, "backend_option", lambda *_: "sm80")
+    with flashbwd.use_backend("sm80"):
+        yield
 
 
 CASES = [

@@ -76,10 +76,20 @@ def test_every_feature_is_drawn() -> None:
     assert not any(call.trains and call.deterministic for call in drawn)  # no kernel computes these
 
 
+def tile_of(call: Call) -> int:
+    return next(tile for tile in fuzz_flex_calls.HEAD_DIMS if max(call.head_dim, call.head_dim_v) <= tile)
+
+
+def test_every_tile_is_drawn_with_equal_and_unequal_head_dimensions() -> None:
+    drawn = [draw(number, "flex") for number in range(0, 3000, 5)]
+    found = {(tile_of(call), (call.head_dim > call.head_dim_v) - (call.head_dim < call.head_dim_v)) for call in drawn}
+    assert found == {(tile, order) for tile in fuzz_flex_calls.HEAD_DIMS for order in (-1, 0, 1)}
+
+
 def test_consecutive_calls_share_the_compiled_kernel() -> None:
     for first in range(0, 10 * fuzz_flex_calls.SAME_KERNEL, fuzz_flex_calls.SAME_KERNEL):
         same = [draw(first + i, "flex") for i in range(fuzz_flex_calls.SAME_KERNEL)]
-        assert len({(call.mod, call.dtype, max(call.head_dim, call.head_dim_v) <= 64) for call in same}) == 1
+        assert len({(call.mod, call.dtype, tile_of(call)) for call in same}) == 1
 
 
 @pytest.mark.parametrize("feature", FEATURES)

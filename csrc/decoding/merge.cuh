@@ -10,7 +10,6 @@ namespace flashbwd {
 
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
 // The softmax statistics of one row over all slots of its partial results.
 struct RowStats {

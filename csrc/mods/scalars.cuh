@@ -7,6 +7,7 @@
 namespace flashbwd {
 
 using uint32 = unsigned int;
+#define FLASHBWD_INFINITY __int_as_float(0x7f800000)
 
 // Rounds two floats to 16 bits and packs them into one register, `low` in the low half.
 template <bool kBFloat16>

@@ -189,13 +189,13 @@ def choose(
         tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
         lists = _lists(lists_of, call, query, key, tile, deterministic)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            of_build["backend"] = backend_option(query.shape[3], value.shape[3])
+            of_build["backend"] = backend_option()
             return KernelCall(*_operators(name), of_build, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
     lists = _lists(lists_of, call, query, key, _tile(name, query, value), deterministic)
-    options["backend"] = backend_option(query.shape[3], value.shape[3])
+    options["backend"] = backend_option()
     return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
 
 
@@ -209,7 +209,7 @@ def _tile(name: str, query: Tensor, value: Tensor, softcap: bool = False, alibi:
     """Return the tile of the kernel that computes a call with a block mask by this operator."""
     dims = query.shape[3], value.shape[3]
     device = query.device.index or 0
-    return kernel_tile(f"plan_{name}", query.dtype, *dims, device, backend_option(*dims), softcap, alibi)
+    return kernel_tile(f"plan_{name}", query.dtype, *dims, device, backend_option(), softcap, alibi)
 
 
 def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreChange | None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from flashbwd import _ops
+from flashbwd import _attention_arguments, _ops
 from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
@@ -54,13 +54,16 @@ class KernelLists(NamedTuple):
         return self.lists, self.entries, self.bits, self.covers, [self.tile.queries, self.tile.keys]
 
 
-MAX_HEAD_DIM = 128  # of sm90; above it, sm80 computes block masks
+MAX_HEAD_DIM = 256
 REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
 
 
-def backend_option(head_dim: int, head_dim_v: int) -> str:
-    """Return the option ``backend`` of the operators for a call with a block mask."""
-    return "auto" if max(head_dim, head_dim_v) <= MAX_HEAD_DIM else "sm80"
+def backend_option() -> str:
+    """Return the option ``backend`` of the operators for a call with a block mask.
+
+    The sm80 kernels have not run on a GPU yet. They run only under ``use_backend("sm80")``.
+    """
+    return "sm80" if _attention_arguments.backend() == "sm80" else "auto"
 
 
 @functools.lru_cache(maxsize=256)

@@ -31,11 +31,6 @@ bool pads_to_128(const AttentionProblem& problem) {
   return is_built(128) && 64 < head_dim && head_dim < 128 && causal && queries_seen(problem) * heads <= kQueries;
 }
 
-// Batch entries and heads that share each element of the bias.
-int64_t bias_sharers(const AttentionProblem& problem) {
-  return (problem.bias_broadcast_batch ? problem.batch : 1) * (problem.bias_broadcast_head ? problem.heads : 1);
-}
-
 // True if TMA can load the bias.
 bool can_copy_bias(const AttentionProblem& problem) {
   return !problem.varlen && !problem.has_seqused && problem.bias_has_rows;

@@ -114,6 +114,7 @@ def plan_attention_backward(
         plan_device=_plan_device(device),
     )
     fields = json.loads(described)
+    del fields["config"]
     tile = fields.pop("tile")
     reasons = MappingProxyType(fields.pop("refusals"))
     return Plan(tile=None if tile is None else (tile[0], tile[1]), reasons=reasons, **fields)

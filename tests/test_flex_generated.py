@@ -114,8 +114,8 @@ def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
     [
         (None, True, (264, 64), "a block mask needs head dimensions of at most 256"),
         (None, True, (64, 257), "a block mask needs head dimensions of at most 256"),
-        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (192, 192), "a score_mod beside a block mask needs"),
-        (doubled, False, (64, 136), "a score_mod that is compiled at run time needs head dimensions of at most 128"),
+        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (260, 192), "a block mask needs head dimensions of at"),
+        (doubled, False, (64, 257), "a score_mod that is compiled at run time needs head dimensions of at most 256"),
     ],
 )
 def test_head_dimensions_are_refused_before_lists_are_made(
@@ -135,7 +135,10 @@ def host() -> ModuleType:
 MASKED = {"has_block_mask": True, "has_score_mod": True}
 
 
-@pytest.mark.parametrize(("head_dim", "tile"), [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128))])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128)), (136, (64, 128)), (256, (64, 128))],
+)
 def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
     changes = {"head_dim": head_dim, "head_dim_v": head_dim, "block_bits_words": 4 * tile[0]}
     plan = plan_of(host, **MASKED, **changes)
@@ -147,7 +150,8 @@ def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, til
     [
         ({"softcap": 30.0}, "it has no tile with these features"),
         ({"has_alibi": True}, "it has no tile with these features"),
-        ({"head_dim": 160, "head_dim_v": 160}, "it has no tile with these features for head dimensions 160 and 160"),
+        ({"head_dim": 192, "softcap": 30.0}, "it has no tile with these features for head dimensions 192 and 128"),
+        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 128"),
     ],
 )
 def test_a_plan_refuses_what_no_generated_kernel_computes(
@@ -183,16 +187,38 @@ def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((head_dim, dtype) for head_dim in (64, 128) for dtype in (torch.float16, torch.bfloat16)),
+        (192, torch.float16),
+        (256, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("name", MODS)
-def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    source = generated.kernel_source(emitted(name), head_dim, dtype)
+def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(
+    host: ModuleType, name: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    words = 512 if head_dim == 64 else 256
+    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, block_bits_words=words)
+    source = generated.kernel_source(emitted(name), plan.config, dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options(generated.ARCHITECTURE))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_constant_infinity_compiles(host: ModuleType, head_dim: int) -> None:
+    mod = source_of(lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")), [])
+    assert "FLASHBWD_INFINITY" in mod
+    plan = plan_of(
+        host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, block_bits_words=512 if head_dim == 64 else 256
+    )
+    source = generated.kernel_source(mod, plan.config, torch.bfloat16)
     assert nvrtc.compile_source(source, nvrtc.compiler_options(generated.ARCHITECTURE))
 
 
 def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = generated.kernel_source("", 64, torch.float16)
+    before = generated.kernel_source("", 0, torch.float16)
     folder = tmp_path / "csrc"
     shutil.copytree(nvrtc.header_folder(), folder, ignore=shutil.ignore_patterns("*.cu", "*.cpp"))
     with (folder / "common" / "hopper.cuh").open("a") as file:
@@ -200,7 +226,7 @@ def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "header_folder", lambda: folder)
     nvrtc.header_digest.cache_clear()
     try:
-        assert generated.kernel_source("", 64, torch.float16) != before
+        assert generated.kernel_source("", 0, torch.float16) != before
     finally:
         nvrtc.header_digest.cache_clear()
 

@@ -113,7 +113,7 @@ std::string to_json(const AttentionPlan& plan) {
   } else {
     json << "null";
   }
-  json << ", \"splits\": " << plan.splits << ", \"schedule\": ";
+  json << ", \"config\": " << plan.config << ", \"splits\": " << plan.splits << ", \"schedule\": ";
   append_quoted(json, plan.schedule);
   json << ", \"workspace_bytes\": " << plan.workspace.bytes
        << ", \"accumulator_bytes\": " << plan.workspace.accumulator_bytes

@@ -84,7 +84,7 @@ class KernelCall:
         of_captured: list[Tensor] = []
         if self.score_mod is not None:
             plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
-            compiled, of_captured = self.score_mod.operands(query, plan["tile"][0])
+            compiled, of_captured = self.score_mod.operands(query, plan["config"])
         grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
@@ -173,8 +173,6 @@ def choose(
         raise UnsupportedError("query is on the CPU")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
-    if call.score_mod is not None and call.block_mask is not None:
-        _check_head_dims("a score_mod beside a block mask", query, value, 128)
     ops = torch.ops.flashbwd
     options = {"softmax_scale": float(call.scale), "deterministic": deterministic}
     change = _change_of_build(call, query, key) if recognise and not captured else None
@@ -190,7 +188,6 @@ def choose(
             plan = ops.plan_block_mask_attention_backward
             return KernelCall(ops.block_mask_attention_backward, plan, of_build, lists, slopes)
     assert call.score_mod is not None
-    _check_head_dims("a score_mod that is compiled at run time", query, value, 128)
     score_mod = generated(call.score_mod, captured, deterministic)
     lists = _lists(lists_of, call, query, key, value, deterministic)
     plan = ops.plan_score_mod_attention_backward
@@ -212,16 +209,12 @@ def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreCha
     return change if aligned and (change.alibi.absolute or call.block_mask is not None) else None
 
 
-def _check_head_dims(what: str, query: Tensor, value: Tensor, most: int) -> None:
-    """Raise UnsupportedError if a head dimension is larger than the kernels take. Lists are made after this check."""
-    if max(query.shape[3], value.shape[3]) > most:
-        raise UnsupportedError(f"{what} needs head dimensions of at most {most}")
-
-
 def _lists(
     lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, deterministic: bool
 ) -> KernelLists:
-    _check_head_dims("a block mask", query, value, MAX_HEAD_DIM)
+    if max(query.shape[3], value.shape[3]) > MAX_HEAD_DIM:
+        what = "a score_mod that is compiled at run time" if call.block_mask is None else "a block mask"
+        raise UnsupportedError(f"{what} needs head dimensions of at most {MAX_HEAD_DIM}")
     lists = lists_of(call.block_mask, call.mask_captured, query, key, value, deterministic)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")

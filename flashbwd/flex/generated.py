@@ -46,24 +46,23 @@ class GeneratedScoreMod:
     captured: list[Tensor]
     differentiable: Sequence[Tensor]
 
-    def operands(self, query: Tensor, queries: int) -> tuple[dict[str, Any], list[Tensor]]:
+    def operands(self, query: Tensor, tile: int) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the arguments of the operator, and the gradients to which the kernel adds, which are zero.
 
         The kernel is compiled at its first call. Raises :class:`UnsupportedError` if that fails.
 
         Parameters
         ----------
-        queries : int
-            Queries per tile of the plan: 128 for the tile of head dimension 64, and 64 for that of 128.
+        tile : int
+            Number of the tile of the plan, in csrc/attention/sm90/config.h.
         """
         gradients = [torch.zeros(t.shape, dtype=sum_dtype(t), device=t.device) for t in self.differentiable]
-        head_dim = 64 if queries == 128 else 128
         slots = self.gradient.slots
         arguments = {
             "captured": self.captured,
             "gradients": [gradients[i] for i in slots],
             "gradient_slots": list(slots.values()),
-            "kernel": _kernel(self.gradient.source, head_dim, query.dtype, query.device.index),
+            "kernel": _kernel(self.gradient.source, tile, query.dtype, query.device.index),
         }
         return arguments, gradients
 
@@ -78,29 +77,30 @@ def generated(score_mod: Mod, differentiable: Sequence[Tensor], deterministic: b
         raise UnsupportedError(str(error)) from error
 
 
-def kernel_source(mod: str, head_dim: int, dtype: torch.dtype) -> str:
+def kernel_source(mod: str, tile: int, dtype: torch.dtype) -> str:
     """Return the complete CUDA source of a kernel. It includes files of :func:`~flashbwd.mods.nvrtc.header_folder`.
 
     Parameters
     ----------
     mod : str
         What ``emit_score_gradient`` returns.
-    head_dim : int
-        64 or 128: the head dimension of the tile.
+    tile : int
+        Number of the tile, in csrc/attention/sm90/config.h.
     """
+    threads = f"flashbwd::sm90::threads_of(flashbwd::sm90::kTiles[{tile}])"
     return f"""{nvrtc.includes("mods/functions.cuh", "mods/gradient_sum.cuh", "attention/sm90/generated_kernel.cuh")}
 {mod}
-extern "C" __global__ void __launch_bounds__(flashbwd::sm90::kThreads, 1)
+extern "C" __global__ void __launch_bounds__({threads}, 1)
     {_NAME}(const __grid_constant__ flashbwd::sm90::GeneratedParams params) {{
-  flashbwd::sm90::generated_backward<{_C_TYPES[dtype]}, {head_dim}, flashbwd::Mod>(params);
+  flashbwd::sm90::generated_backward<{_C_TYPES[dtype]}, {tile}, flashbwd::Mod>(params);
 }}
 """
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(mod: str, head_dim: int, dtype: torch.dtype, device: int) -> int:
+def _kernel(mod: str, tile: int, dtype: torch.dtype, device: int) -> int:
     try:
-        source = kernel_source(mod, head_dim, dtype)
+        source = kernel_source(mod, tile, dtype)
         return nvrtc.kernel_of(source, _NAME, _SHARED_BYTES, device, ARCHITECTURE)
     except nvrtc.CompilationError as error:
         raise UnsupportedError(str(error)) from error

@@ -103,7 +103,7 @@ def draw(number: int, backend: str) -> Call:
         or batch * heads * (length_q + length_k) * max(head_dim, head_dim_v) > MOST_ELEMENTS
     ):
         length_q, length_k = max(length_q * 2 // 3, 1), max(length_k * 2 // 3, 1)
-    score = rng.choice(SCORES) if tile <= 128 or backend == "flex_sm80" else "none"
+    score = rng.choice(SCORES)
     trains = mod % 2 == 0 if score == "generated" else score == "alibi" and one_in(4)
     mask = rng.choice(MASKS)
     block_q = rng.choice(BLOCKS) if not one_in(8) else rng.choice(RARE_BLOCKS)

@@ -114,6 +114,7 @@ def plan_attention_backward(
         plan_device=_plan_device(device),
     )
     fields = json.loads(described)
+    del fields["config"]
     tile = fields.pop("tile")
     del fields["config"]
     reasons = MappingProxyType(fields.pop("refusals"))

@@ -143,15 +143,14 @@ def test_combined_features_use_tiles_of_64_keys_per_cta(
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (160, 160), (256, 256)])
-def test_block_masks_above_head_dimension_128_use_clusters_and_plain_scores(
-    host: ModuleType, head_dim: int, head_dim_v: int
+@pytest.mark.parametrize("scores", [{}, {"softcap": 30.0}, {"has_alibi": True}, {"has_score_mod": True}], ids=str)
+def test_block_masks_above_head_dimension_128_use_clusters(
+    host: ModuleType, head_dim: int, head_dim_v: int, scores: dict[str, Any]
 ) -> None:
     masked = {"head_dim": head_dim, "head_dim_v": head_dim_v, "has_block_mask": True}
-    plan = plan_of(host, **masked)
+    plan = plan_of(host, **masked, **scores, backend="sm90")
     assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", 64, 128)
     assert "by 2 CTAs" in plan.schedule
-    with pytest.raises(ValueError, match="it has no tile with these features"):
-        plan_of(host, **masked, softcap=30.0)
 
 
 @pytest.mark.parametrize("head_dim_v", [*EDGES_OF_TILES, MAX_HEAD_DIM + 1])

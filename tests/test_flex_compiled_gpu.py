@@ -127,7 +127,8 @@ CASES = {
     "head_dim_192": Case("causal", small(192)),
     "head_dim_192_128": Case("documents", small(192, head_dim_v=128, seqlen_q=1000, seqlen_k=1000), lse=True),
     "head_dim_256": Case("window", small(256, heads_kv=1), torch.float16),
-    "score_mod_192": Case("causal", small(192), mod=squared, refusal="head dimensions of at most 128"),
+    "softcap_192": Case("window", small(192, head_dim_v=128), mod=softcap),
+    "other_score_mod_256": Case("causal", small(256), mod=squared, lse=True),
     "alibi": Case("causal", mod=alibi),
     "other_score_mod": Case("causal", mod=squared),
 }
@@ -149,9 +150,10 @@ def test_gradients_agree_with_float64_and_the_right_backward_ran(name: str) -> N
         tolerance.assert_close(got, want, [plain.double()], f"gradient {i}", softcap=case.mod is softcap)
 
 
-def test_a_learned_scale_gets_its_gradient() -> None:
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_a_learned_scale_gets_its_gradient(head_dim: int) -> None:
     rates = torch.rand(4, device="cuda", requires_grad=True)
-    q, k, v = Case("causal").inputs()
+    q, k, v = Case("causal", small(head_dim)).inputs()
     compiled = torch.compile(
         lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, i, j: s * rates[h], enable_gqa=True),
         options=inductor.options(),

@@ -117,8 +117,8 @@ def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
     [
         (None, True, (264, 64), "a block mask needs head dimensions of at most 256"),
         (None, True, (64, 257), "a block mask needs head dimensions of at most 256"),
-        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (192, 192), "a score_mod beside a block mask needs"),
-        (doubled, False, (64, 136), "a score_mod that is compiled at run time needs head dimensions of at most 128"),
+        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (260, 192), "a block mask needs head dimensions of at"),
+        (doubled, False, (64, 257), "a score_mod that is compiled at run time needs head dimensions of at most 256"),
     ],
 )
 def test_head_dimensions_are_refused_before_lists_are_made(
@@ -138,11 +138,19 @@ def host() -> ModuleType:
 MASKED = {"has_block_mask": True, "has_score_mod": True}
 
 
-@pytest.mark.parametrize(("head_dim", "tile"), [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128))])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(40, (128, 128)), (64, (128, 128)), (72, (64, 128)), (128, (64, 128)), (136, (64, 128)), (256, (64, 128))],
+)
 def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, tile: tuple[int, int]) -> None:
     lists = {"list_block_m": tile[0], "list_block_n": tile[1]}
-    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, **lists)
+    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, backend="sm90", **lists)
     assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", *tile)
+
+
+def sm90_kernel(host: ModuleType, head_dim: int) -> Kernel:
+    plan = plan_of(host, **MASKED, head_dim=head_dim, head_dim_v=head_dim, backend="sm90")
+    return generated.kernel_of_plan({"backend": "sm90", "config": plan.config})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +158,8 @@ def test_a_plan_has_the_tile_of_block_masks(host: ModuleType, head_dim: int, til
     [
         ({"softcap": 30.0}, "it has no tile with these features"),
         ({"has_alibi": True}, "it has no tile with these features"),
-        ({"head_dim": 160, "head_dim_v": 160}, "it has no tile with these features for head dimensions 160 and 160"),
+        ({"head_dim": 192, "softcap": 30.0}, "it has no tile with these features for head dimensions 192 and 128"),
+        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 128"),
     ],
 )
 def test_a_plan_refuses_what_no_generated_kernel_computes(
@@ -186,11 +195,28 @@ def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [
+        *((head_dim, dtype) for head_dim in (64, 128) for dtype in (torch.float16, torch.bfloat16)),
+        (192, torch.float16),
+        (256, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("name", MODS)
-def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(name: str, head_dim: int, dtype: torch.dtype) -> None:
-    source = generated.kernel_source(emitted(name), Kernel("sm90", head_dim), dtype)
+def test_a_kernel_compiles_without_the_toolkit_or_a_gpu(
+    host: ModuleType, name: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    source = generated.kernel_source(emitted(name), sm90_kernel(host, head_dim), dtype)
+    assert nvrtc.compile_source(source, nvrtc.compiler_options("sm_90a"))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_a_constant_infinity_compiles(host: ModuleType, head_dim: int) -> None:
+    mod = source_of(lambda s, b, h, q, k: torch.where(q > k, s, -float("inf")), [])
+    assert "FLASHBWD_INFINITY" in mod
+    source = generated.kernel_source(mod, sm90_kernel(host, head_dim), torch.bfloat16)
     assert nvrtc.compile_source(source, nvrtc.compiler_options("sm_90a"))
 
 
@@ -211,8 +237,8 @@ def test_an_sm80_kernel_compiles_for_the_tile_of_its_plan(
     capability = {"cc_major": int(architecture[3]), "cc_minor": int(architecture[4]), "smem_per_block": smem << 10}
     gpu = device_info(host, **{**A100, **capability, "has_attention_sm80": True})
     kinds = {torch.bfloat16: "kBFloat16", torch.float16: "kFloat16", torch.float32: "kFloat32"}
-    problem = dense_problem(host, **MASKED, head_dim=dims, head_dim_v=dims, dtype=getattr(host.DType, kinds[dtype]))
-    plan = host.plan_attention(problem, gpu)
+    shape = {"head_dim": dims, "head_dim_v": dims, "dtype": getattr(host.DType, kinds[dtype]), "backend": "sm80"}
+    plan = host.plan_attention(dense_problem(host, **MASKED, **shape), gpu)
     assert plan.backend == "sm80"
     kernel = generated.kernel_of_plan({"backend": "sm80", "config": plan.config}, tf32=dtype == torch.float32)
     source = generated.kernel_source(emitted("trained_scale"), kernel, dtype)
@@ -220,7 +246,7 @@ def test_an_sm80_kernel_compiles_for_the_tile_of_its_plan(
 
 
 def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = generated.kernel_source("", Kernel("sm90", 64), torch.float16)
+    before = generated.kernel_source("", Kernel("sm90", 0), torch.float16)
     folder = tmp_path / "csrc"
     shutil.copytree(nvrtc.header_folder(), folder, ignore=shutil.ignore_patterns("*.cu", "*.cpp"))
     with (folder / "common" / "hopper.cuh").open("a") as file:
@@ -228,7 +254,7 @@ def test_a_change_of_a_header_changes_the_source(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "header_folder", lambda: folder)
     nvrtc.header_digest.cache_clear()
     try:
-        assert generated.kernel_source("", Kernel("sm90", 64), torch.float16) != before
+        assert generated.kernel_source("", Kernel("sm90", 0), torch.float16) != before
     finally:
         nvrtc.header_digest.cache_clear()
 

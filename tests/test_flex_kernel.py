@@ -258,6 +258,13 @@ CASES = [
     Case("full", seqlen_q=65, seqlen_k=63, head_dim=256, head_dim_v=200),
     Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=256),
     Case("documents", dlse=True, head_dim=256, heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
+    small(Case("causal", softcap=5.0, head_dim=192)),
+    Case("documents", softcap=5.0, dlse=True, head_dim=256),
+    Case("prefix", alibi=True, head_dim=192, head_dim_v=128),
+    small(Case("window", alibi=True, head_dim=256, seqlen_q=300, seqlen_k=300)),
+    Case("random_blocks", softcap=3.0, alibi=True, seqlen_q=700, seqlen_k=700, head_dim=136, dtype=torch.float16),
+    Case("by_head", softcap=3.0, alibi=True, seqlen_q=513, seqlen_k=511, head_dim=256, heads_kv=1),
+    Case("nothing", softcap=5.0, seqlen_q=200, seqlen_k=200, head_dim=192),
 ]
 
 
@@ -268,17 +275,19 @@ def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: 
     check(p, p.run(deterministic=deterministic))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_deterministic_results_repeat_bit_for_bit(head_dim: int) -> None:
-    p = build(Case("random_blocks", seqlen_q=2048, seqlen_k=2048, head_dim=head_dim, heads=8))
+def test_deterministic_results_repeat_bit_for_bit(head_dim: int, softcap: float) -> None:
+    p = build(Case("random_blocks", seqlen_q=2048, seqlen_k=2048, head_dim=head_dim, heads=8, softcap=softcap))
     first = p.run(deterministic=True)
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(first, p.run(deterministic=True), strict=True))
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_the_kernel_does_not_read_invisible_blocks(head_dim: int) -> None:
-    case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4)
+def test_the_kernel_does_not_read_invisible_blocks(head_dim: int, softcap: float) -> None:
+    case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4, softcap=softcap)
     p = build(case)
     expected = p.run(deterministic=True)
     for x in (p.tensors[2], p.tensors[3]):
@@ -319,6 +328,7 @@ def public_problem(case: Case) -> tuple[Problem, Any]:
         *((n, n, softcap) for n in (60, 64, 101, 128) for softcap in (0.0, 5.0)),  # 60 and 101 are padded for TMA
         *((n, n, 0.0) for n in (129, 136, 191, 192, 193, 256)),
         *((*dims, 0.0) for dims in ((24, 128), (100, 61), (192, 128), (128, 192), (64, 256), (256, 16), (250, 1))),
+        *((*dims, 5.0) for dims in ((129, 129), (192, 128), (256, 256))),
     ],
 )
 def test_the_public_function_runs_the_kernel_that_its_plan_names(
@@ -383,6 +393,9 @@ def alibi_mods(p: Problem) -> dict[str, Any]:
         ("absolute", "random_pairs", 64, 0.0),
         ("function", "random_pairs", 128, 0.0),
         ("by_batch", "window", 64, 0.0),
+        ("signed", "causal", 192, 0.0),
+        ("absolute", "prefix", 256, 0.0),
+        ("softcap", "documents", 256, 5.0),
         ("softcap", "documents", 128, 5.0),
     ],
 )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashbwd
+from flashbwd.flex import gradients
 
 pytestmark = pytest.mark.gpu
 Mod = Callable[..., Tensor]
@@ -21,9 +22,11 @@ NAMES = ("dq", "dk", "dv")
 
 
 @pytest.fixture(autouse=True)
-def _compiles_on_hopper() -> None:
+def _compiles_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("score_mods are compiled for compute capability 9.0")
+    # A score_mod that NVRTC rejects would be computed by the reference.
+    monkeypatch.setattr(gradients, "decoding_backward", lambda *_: pytest.fail("the reference ran"))
 
 
 def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
@@ -173,6 +176,23 @@ CASES = [
     ("trained_scale", Case("documents", seqlen_q=1000, seqlen_k=1000)),
     small("trained_scale", Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=80)),
     ("trained_scale", Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=64, heads=6, heads_kv=2)),
+    # a cluster of two CTAs per key block
+    ("relative_bias", Case("full", head_dim=192)),
+    small("relative_bias", Case("random_pairs", seqlen_q=260, seqlen_k=385, head_dim=256, dtype=torch.float16)),
+    ("relative_bias", Case("random_blocks", seqlen_q=1024, seqlen_k=640, head_dim=160)),
+    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=192, head_dim_v=128, heads_kv=1)),
+    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=256, dlse=True)),
+    ("branches", Case("full", seqlen_q=515, seqlen_k=515, head_dim=192, dtype=torch.float16)),
+    ("branches", Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=64, head_dim_v=250)),
+    ("hides", Case("causal", seqlen_q=600, seqlen_k=600, head_dim=256)),
+    ("hides", Case("full", seqlen_q=65, seqlen_k=63, head_dim=129)),
+    ("trained_relative_bias", Case("causal", head_dim=192)),
+    small("trained_relative_bias", Case("window", seqlen_q=257, seqlen_k=257, head_dim=256, dtype=torch.float16)),
+    ("trained_relative_bias", Case("by_head", seqlen_q=513, seqlen_k=511, head_dim=256, heads_kv=1, dlse=True)),
+    ("trained_scale", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=256)),
+    small("trained_scale", Case("random_pairs", seqlen_q=300, seqlen_k=384, head_dim=192, head_dim_v=128)),
+    ("trained_scale", Case("random_blocks", seqlen_q=640, seqlen_k=1024, head_dim=256, heads=6, heads_kv=2)),
+    ("relative_bias", Case("nothing", seqlen_q=200, seqlen_k=200, head_dim=192)),
 ]
 
 
@@ -182,7 +202,7 @@ def test_sm90_gradients_agree_with_the_plain_formula(name: str, case: Case) -> N
     check(p, p.run())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_sm90_deterministic_results_are_right_and_repeat_bit_for_bit(head_dim: int) -> None:
     p = build(Case("random_blocks", seqlen_q=1024, seqlen_k=1024, head_dim=head_dim, heads=8), "relative_bias")
     first = p.run(deterministic=True)
@@ -192,7 +212,7 @@ def test_sm90_deterministic_results_are_right_and_repeat_bit_for_bit(head_dim: i
         assert all(torch.equal(a, b) for a, b in zip(first[:3], again[:3], strict=True))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", ["relative_bias", "trained_relative_bias"])
 def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
     p = build(Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4), name)

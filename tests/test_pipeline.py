@@ -26,6 +26,8 @@ LARGE = {
     "features to 192": replace(PAIR, features=True),
     "256": PAIR_256,
     "features to 256": replace(PAIR_256, features=True),
+    "trained score_mod to 192": replace(PAIR, features=True, sends_scores=True),
+    "trained score_mod to 256": replace(PAIR_256, features=True, sends_scores=True),
 }
 MAIN = {
     "32": Main(stages=4, dout_stages=3, by_queries=True, ds_buffers=1),

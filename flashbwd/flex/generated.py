@@ -88,7 +88,9 @@ class Kernel:
     backend : str
         "sm90" or "sm80".
     tile : int
-        sm90: the head dimension of the tile, 64 or 128. sm80: the number of the tile in csrc/attention/sm80/config.h.
+        Number of the tile in the table of the backend, csrc/attention/sm90/config.h or csrc/attention/sm80/config.h.
+    tf32 : bool
+        sm80: products of float32 inputs are rounded to TF32.
     """
 
     backend: str
@@ -98,9 +100,7 @@ class Kernel:
 
 def kernel_of_plan(plan: Mapping[str, Any], tf32: bool = False) -> Kernel:
     """Return the kernel of a plan."""
-    if plan["backend"] == "sm90":
-        return Kernel("sm90", 64 if plan["tile"][0] == 128 else 128)
-    return Kernel("sm80", plan["config"], tf32)
+    return Kernel(plan["backend"], plan["config"], tf32 and plan["backend"] == "sm80")
 
 
 def kernel_source(mod: str, kernel: Kernel, dtype: torch.dtype) -> str:
@@ -111,7 +111,8 @@ def kernel_source(mod: str, kernel: Kernel, dtype: torch.dtype) -> str:
     mod : str
         What ``emit_score_gradient`` returns.
     """
-    arguments, threads = f"{_C_TYPES[dtype]}, {kernel.tile}", "flashbwd::sm90::kThreads"
+    arguments = f"{_C_TYPES[dtype]}, {kernel.tile}"
+    threads = f"flashbwd::sm90::threads_of(flashbwd::sm90::kTiles[{kernel.tile}])"
     if kernel.backend == "sm80":
         arguments += f", {str(kernel.tf32).lower()}"
         threads = f"flashbwd::sm80::kTiles[{kernel.tile}].threads()"

@@ -61,9 +61,10 @@ REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/pl
 def backend_option() -> str:
     """Return the option ``backend`` of the operators for a call with a block mask.
 
-    The sm80 kernels have not run on a GPU yet. They run only under ``use_backend("sm80")``.
+    Some of the kernels have not run on a GPU yet. They run only under ``use_backend``.
     """
-    return "sm80" if _attention_arguments.backend() == "sm80" else "auto"
+    backend = _attention_arguments.backend()
+    return backend if backend in ("sm80", "sm90") else "auto"
 
 
 @functools.lru_cache(maxsize=256)

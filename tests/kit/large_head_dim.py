@@ -25,7 +25,8 @@ class Config:
     dq_buffers: int
     ctas: int
     atoms: int  # of 64 columns of dq
-    features: bool = False
+    features: bool = False  # or a score_mod: P is computed when its buffer is free
+    sends_scores: bool = False  # the dS role reads lse and the entry of a stage of q
     zero_tiles_arrive: bool = False  # fault: the dS role arrives at v_empty after a work tile without query blocks
     publishes_late: bool = False  # fault: an adder publishes an add only when it may begin the next one
 
@@ -199,6 +200,9 @@ class LargeHeadDimCta(Cta):
                 if index > work.first_index:
                     self.q_empty[(index - 1) % self.config.stages].arrive()
                 yield self.p_full, index % 2
+                if self.config.sends_scores:
+                    slot, phase = stage(index, self.config.stages)
+                    yield self.q_full[slot], phase
                 self.p_empty.arrive()
                 yield from of_iteration(index)
             if work.queries:

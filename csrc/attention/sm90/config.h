@@ -89,6 +89,10 @@ constexpr Tile kTiles[] = {
     {128, 128, 64, 128, 2, 2, 1, false, feature::kBlockMask | feature::kGenerated},
     {192, 192, 64, 128, 2, 2, 2, false, feature::kBlockMask},
     {256, 256, 64, 128, 2, 1, 2, false, feature::kBlockMask},
+    {192, 192, 64, 128, 2, 2, 2, false, feature::kBlockMask | feature::kSoftcap | feature::kShifts},
+    {256, 256, 64, 128, 2, 1, 2, false, feature::kBlockMask | feature::kSoftcap | feature::kShifts},
+    {192, 192, 64, 128, 2, 2, 2, false, feature::kBlockMask | feature::kGenerated},
+    {256, 256, 64, 128, 2, 1, 2, false, feature::kBlockMask | feature::kGenerated},
     {128, 128, 64, 64, 2, 2, 1, false, feature::kAny},   // 64 + 32 registers, 186 KB; smaller head dimensions too
     {192, 192, 64, 128, 2, 2, 2, false, feature::kAny},  // 96 + 32 registers, 226 KB
     {256, 256, 64, 128, 2, 1, 2, false, feature::kAny},  // 128 + 32 registers, 226 KB
@@ -99,16 +103,20 @@ constexpr bool has(const Tile& tile, uint32_t features) { return (tile.features 
 // True if the kernel in large_head_dim/ computes the tile.
 constexpr bool is_large(const Tile& tile) { return tile.block_n == 64 * tile.ctas; }
 
+constexpr int threads_of(const Tile& tile) { return is_large(tile) ? kLargeThreads : kThreads; }
+
 // True if the kernel computes scores as softmax_scale * q k^T.
 constexpr bool has_plain_scores(const Tile& tile) { return !has(tile, feature::kAny | feature::kGenerated); }
 
 // True if TMA loads tiles of a bias and stores tiles of its gradient.
 constexpr bool copies_bias(const Tile& tile) { return has(tile, feature::kBias) && !is_large(tile); }
 
+// With a generated score_mod, the warpgroups of P and dS need equal numbers: both may call the same function, and ptxas
+// ignores all numbers if roles with different ones do (C7507).
 constexpr RoleRegisters role_registers(const Tile& tile) {
   if (tile.head_dim > 192) return {32, 208, 208, 64};
-  return tile.head_dim_v == 192 && has_plain_scores(tile) ? RoleRegisters{40, 200, 200, 72}
-                                                          : RoleRegisters{40, 192, 208, 72};
+  const bool branches = (tile.features & feature::kAny) == feature::kAny;
+  return tile.head_dim_v == 192 && !branches ? RoleRegisters{40, 200, 200, 72} : RoleRegisters{40, 192, 208, 72};
 }
 
 // True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).

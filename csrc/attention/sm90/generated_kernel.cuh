@@ -3,21 +3,25 @@
 #pragma once
 
 #include "kernel.cuh"
+#include "large_head_dim/kernel.cuh"
 
 namespace flashbwd::sm90 {
 
-// kHeadDim: of a row of kTiles. Mod_: the generated score_mod.
-template <typename T, int kHeadDim, typename Mod_>
-struct GeneratedTraits
-    : Traits<T, find_tile(kHeadDim, kHeadDim, feature::kBlockMask | feature::kGenerated, false), false, false> {
+template <typename T, int kTileIndex, typename Mod_>
+struct GeneratedTraits : Traits<T, kTileIndex, false, false> {
   using Mod = Mod_;
 };
 
-template <typename T, int kHeadDim, typename Mod>
+// The body of a kernel for a row of kTiles, with threads_of(tile) threads. Mod: the generated score_mod. Clusters are
+// launched as the row says.
+template <typename T, int kTileIndex, typename Mod>
 __device__ __forceinline__ void generated_backward(const GeneratedParams& params) {
-  using Traits = GeneratedTraits<T, kHeadDim, Mod>;
-  static_assert(sizeof(typename Traits::SharedStorage) <= kSharedMemoryBytes, "the tile does not fit in shared memory");
-  backward<Traits>(params);
+  static_assert(has(kTiles[kTileIndex], feature::kGenerated), "a row of another kernel");
+  if constexpr (is_large(kTiles[kTileIndex])) {
+    large_head_dim::backward<large_head_dim::Traits<T, kTileIndex, false, Mod>>(params);
+  } else {
+    sm90::backward<GeneratedTraits<T, kTileIndex, Mod>>(params);
+  }
 }
 
 }  // namespace flashbwd::sm90

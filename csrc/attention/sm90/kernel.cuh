@@ -15,7 +15,9 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 __device__ __forceinline__ void backward(const KernelParams& params) {
   extern __shared__ __align__(1024) uint8_t storage[];
-  typename Traits::SharedStorage& smem = *reinterpret_cast<typename Traits::SharedStorage*>(storage);
+  using SharedStorage = typename Traits::SharedStorage;
+  static_assert(sizeof(SharedStorage) <= kSharedMemoryBytes, "the tile does not fit in shared memory");
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(storage);
   using Producer = sm90::Producer<Traits>;
 
   const int32_t warpgroup = __shfl_sync(0xffffffffu, static_cast<int32_t>(threadIdx.x) / kWarpgroupThreads, 0);
@@ -82,7 +84,7 @@ __device__ __forceinline__ void backward(const KernelParams& params) {
 
 template <typename Traits>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
-  backward<Traits>(params);
+  sm90::backward<Traits>(params);
 }
 
 }  // namespace flashbwd::sm90

@@ -152,7 +152,8 @@ const char* dispatch_head_dim(int tile_index, const KernelParams& params, void* 
   return dispatch<T, 32, 64, 80, 96, 128, 192, 256>(tile_index, params, stream);
 }
 
-const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelParams& params, void* stream) {
+const char* launch_score_mod(const CompiledScoreMod& score_mod, const Tile& tile, const KernelParams& params,
+                             void* stream) {
   GeneratedParams all;
   static_cast<KernelParams&>(all) = params;
   std::copy(std::begin(score_mod.captured), std::end(score_mod.captured), all.captured);
@@ -162,7 +163,9 @@ const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelPara
   form.cooperative = params.schedule.dispatch == Dispatch::kStatic;
   cudaError_t error = cudaGetDevice(&form.device);
   if (error == cudaSuccess) {
-    const CUlaunchConfig config = config_of(dim3(params.schedule.wave_size), kThreads, kSharedMemoryBytes, stream);
+    form.cluster = tile.ctas;  // along y
+    const dim3 grid(params.schedule.wave_size, tile.ctas);
+    const CUlaunchConfig config = config_of(grid, threads_of(tile), kSharedMemoryBytes, stream);
     error = launch_with_driver(&all, score_mod.kernel, config, form);
   }
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -171,7 +174,7 @@ const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelPara
 const char* launch_kernel_of(const AttentionPlan& plan, const CompiledScoreMod* score_mod, const KernelParams& params,
                              void* stream) {
   if (params.schedule.work_tiles == 0) return nullptr;
-  if (score_mod != nullptr) return launch_score_mod(*score_mod, params, stream);
+  if (score_mod != nullptr) return launch_score_mod(*score_mod, kTiles[plan.config], params, stream);
   return params.attention.dtype == DType::kBFloat16 ? dispatch_head_dim<__nv_bfloat16>(plan.config, params, stream)
                                                     : dispatch_head_dim<__half>(plan.config, params, stream);
 }

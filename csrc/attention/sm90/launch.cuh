@@ -11,7 +11,6 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 const char* launch_kernel(void (*kernel)(KernelParams), int threads, const KernelParams& params, void* stream) {
   constexpr int kSharedBytes = sizeof(typename Traits::SharedStorage);
-  static_assert(kSharedBytes <= kSharedMemoryBytes, "the tile does not fit in shared memory");
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error == cudaSuccess) {
     cudaLaunchConfig_t config = {};
@@ -31,10 +30,11 @@ template <typename T, int kTileIndex, bool kByHeads, bool kLastWritesDq>
 const char* launch_kernel(const KernelParams& params, void* stream) {
   if constexpr (is_large(kTiles[kTileIndex])) {
     using Traits = large_head_dim::Traits<T, kTileIndex, kByHeads>;
-    return launch_kernel<Traits>(large_head_dim::backward_kernel<Traits>, kLargeThreads, params, stream);
+    return launch_kernel<Traits>(large_head_dim::backward_kernel<Traits>, threads_of(kTiles[kTileIndex]), params,
+                                 stream);
   } else {
     using Traits = sm90::Traits<T, kTileIndex, kByHeads, kLastWritesDq>;
-    return launch_kernel<Traits>(backward_kernel<Traits>, kThreads, params, stream);
+    return launch_kernel<Traits>(backward_kernel<Traits>, threads_of(kTiles[kTileIndex]), params, stream);
   }
 }
 

@@ -89,6 +89,11 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_block_mask) {
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
+    const bool changes_scores = problem.softcap > 0.0 || problem.has_alibi || problem.has_score_mod;
+    if (changes_scores && std::max(problem.head_dim, problem.head_dim_v) > 128 && problem.backend != "sm90") {
+      return "it takes a score_mod above head dimension 128 only on request, because these kernels have not run on a "
+             "GPU yet";
+    }
   }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {

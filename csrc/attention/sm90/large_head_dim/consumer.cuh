@@ -56,8 +56,18 @@ struct Consumer {
   __device__ bool is_poisoned(int32_t valid, int32_t rows) const {
     return !Traits::kBlockMask && params.rows_may_be_poisoned && valid < rows;
   }
+  // The first key of this thread within the tile of this CTA.
+  __device__ __forceinline__ int32_t first_own_key() const { return warp * 16 + lane / 4; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
   __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - it.query_block() * kBlockM; }
+
+  // Block masks: a bit for each score of this thread (BitMask). The loader writes the entry of a stage before it loads
+  // q. A tile of bits has the words of both CTAs, as tile_mask.cuh orders them.
+  __device__ __forceinline__ uint32_t load_visible() const {
+    const int32_t tile = it.entry().bits;
+    const int64_t word = int64_t{tile} * kConsumerThreads + rank_in_cluster() * kWarpgroupThreads + thread;
+    return tile >= 0 ? __ldg(params.attention.block_mask.bits + word) : ~0u;
+  }
 
   // Both warpgroups come here before either reads dout of an iteration.
   __device__ __forceinline__ void wait_dout() {

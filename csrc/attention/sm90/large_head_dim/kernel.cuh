@@ -33,11 +33,12 @@ __device__ __forceinline__ void store_dk(const KernelParams& params, typename Tr
   mbarrier_arrive(&smem.v_empty);
 }
 
+// The body of a kernel. `params` is the kernel's __grid_constant__ parameter.
 template <typename Traits>
-__global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads, 1)
-    backward_kernel(const __grid_constant__ KernelParams params) {
+__device__ __forceinline__ void backward(const KernelParams& params) {
   extern __shared__ __align__(1024) uint8_t storage[];
   using SharedStorage = typename Traits::SharedStorage;
+  static_assert(sizeof(SharedStorage) <= kSharedMemoryBytes, "the tile does not fit in shared memory");
   using WorkTile = typename Traits::WorkTile;
   using Producer = large_head_dim::Producer<Traits>;
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(storage);
@@ -96,6 +97,12 @@ __global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads,
   }
   cluster_sync();              // the other CTA no longer writes to this one
   wait_for_previous_launch();  // later launches wait for this one only
+}
+
+template <typename Traits>
+__global__ void __cluster_dims__(Traits::kCtas) __launch_bounds__(kLargeThreads, 1)
+    backward_kernel(const __grid_constant__ KernelParams params) {
+  large_head_dim::backward<Traits>(params);
 }
 
 }  // namespace flashbwd::sm90::large_head_dim

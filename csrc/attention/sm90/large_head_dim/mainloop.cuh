@@ -9,6 +9,7 @@
 #include "../dq_boxes.cuh"
 #include "consumer.cuh"
 #include "features.cuh"
+#include "score_mod.cuh"
 
 namespace flashbwd::sm90::large_head_dim {
 
@@ -43,8 +44,7 @@ struct Probabilities : Consumer<Traits> {
       uint32_t dropped = kMaskUnderS ? draw() : 0;
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
-      probabilities(s, dropped);
-      pack<T>(p16, s);
+      probabilities(s, p16, dropped);
     }
 #pragma unroll 1
     while (!this->is_last()) {
@@ -59,8 +59,7 @@ struct Probabilities : Consumer<Traits> {
       arrive_warp(&smem.dout_empty[stage], lane);
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
-      probabilities(s, dropped);
-      pack<T>(p16, s);
+      probabilities(s, p16, dropped);
     }
     arrive_warp(&smem.k_empty, lane);
     const int32_t stage = DoutRing::stage(it.index);
@@ -79,19 +78,11 @@ struct Probabilities : Consumer<Traits> {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(
           smem.q[stage], this->valid_queries(), kProbabilityBarrier);
     }
-    if constexpr (Traits::kBlockMask) load_visible();
+    if constexpr (Traits::kBlockMask) visible = this->load_visible();
     if constexpr (Traits::kFeatures) score_tile().start(s);
     product<T, Traits::kHeadDim / 16, Traits::kKeySteps, Traits::kFeatures, typename Base::KeyColumns,
             typename Base::QueryColumns>(s, k_operand, not_hoisted(smem_address(smem.k)),
                                          not_hoisted(smem_address(smem.q[stage])));
-  }
-
-  // The loader writes the entry of a stage before it loads q. A tile of bits has the words of both CTAs, as
-  // tile_mask.cuh orders them.
-  __device__ __forceinline__ void load_visible() {
-    const int32_t tile = it.entry().bits;
-    const int64_t word = int64_t{tile} * kConsumerThreads + rank_in_cluster() * kWarpgroupThreads + thread;
-    visible = tile >= 0 ? __ldg(params.attention.block_mask.bits + word) : ~0u;
   }
 
   __device__ __forceinline__ ScoreTile<Traits> score_tile() const {
@@ -108,14 +99,22 @@ struct Probabilities : Consumer<Traits> {
     product<T, true, typename Base::QueryRows>(dv, p16, smem_address(smem.dout[stage]));
   }
 
-  // From a complete S to P in registers and in shared memory.
-  __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t dropped) {
+  // From a complete S to P in p16, and to what the warpgroup of dS needs in shared memory.
+  __device__ __forceinline__ void probabilities(float (&s)[kBlockM / 2], uint32_t (&p16)[kBlockM / 4],
+                                                uint32_t dropped) {
     const int32_t stage = QueryRing::stage(it.index);
     fence_registers(s);
     if constexpr (Traits::kFeatures) {
       mbarrier_wait(&smem.p_empty[warp], (it.index & 1) ^ 1);
       score_tile().probabilities(s, &smem.lse_log2[stage][pair], dropped, &smem.p[0][thread]);
       mbarrier_arrive(&smem.q_empty[stage]);
+      mbarrier_arrive(&smem.p_full[warp]);
+      pack<T>(p16, s);
+    } else if constexpr (Traits::kScoreMod) {
+      mbarrier_wait(&smem.p_empty[warp], (it.index & 1) ^ 1);
+      modified_probabilities<Traits>(*this, visible, s, p16, &smem.lse_log2[stage][pair], &smem.p[0][thread]);
+      mbarrier_arrive(&smem.q_empty[stage]);
+      mbarrier_arrive(&smem.p_full[warp]);
     } else {
       const BlockRange interior = work.interior;
       exponentiate(s, QueryValues<0>(&smem.lse_log2[stage][pair]), params.attention.softmax_scale * kLog2E);
@@ -127,12 +126,10 @@ struct Probabilities : Consumer<Traits> {
         mask<kBlockM>(s, tile, warp * 16 + lane / 4, pair);
       }
       mbarrier_wait(&smem.p_empty[warp], (it.index & 1) ^ 1);
-#pragma unroll
-      for (int j = 0; j < kBlockM / 8; ++j) {
-        smem.p[j][thread] = make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
-      }
+      send<0, kBlockM / 2>(s, &smem.p[0][thread]);
+      mbarrier_arrive(&smem.p_full[warp]);
+      pack<T>(p16, s);
     }
-    mbarrier_arrive(&smem.p_full[warp]);
   }
 };
 
@@ -182,17 +179,26 @@ struct ScoreGradients : Consumer<Traits> {
       this->wait_dout();
       issue_dp(dp, v_operand);
       wait_products<0>();
-      arrive_warp(&smem.q_empty[QueryRing::stage(index)], lane);
+      release_queries(index);
       score_gradients(dp);
       store(ds16, dp);
     }
     issue_dk(ds16, dk, it.index);
     wait_products<0>();
-    arrive_warp(&smem.q_empty[QueryRing::stage(it.index)], lane);
+    release_queries(it.index);
     fence_registers(dk);
   }
 
  private:
+  __device__ __forceinline__ void release_queries(int32_t index) {
+    uint64_t* const empty = &smem.q_empty[QueryRing::stage(index)];
+    if constexpr (Traits::kSendsScores) {
+      mbarrier_arrive(empty);
+    } else {
+      arrive_warp(empty, lane);
+    }
+  }
+
   __device__ __forceinline__ void issue_dp(float (&dp)[kBlockM / 2], uint32_t (&v_operand)[kOperandRegisters]) {
     product<T, Traits::kHeadDimV / 16, Traits::kValueSteps, false, typename Base::KeyColumns,
             typename Base::QueryColumns>(dp, v_operand, not_hoisted(smem_address(smem.v)),
@@ -206,11 +212,25 @@ struct ScoreGradients : Consumer<Traits> {
     product<T, true, typename Base::QueryRows>(dk, ds16, smem_address(smem.q[QueryRing::stage(index)]));
   }
 
-  // dS = P * (dP - delta); dP is complete.
+  // dP, which is complete, becomes dS = P * (dP - delta).
   __device__ __forceinline__ void score_gradients(float (&dp)[kBlockM / 2]) {
     const int32_t stage = DoutRing::stage(it.index);
     fence_registers(dp);
     mbarrier_wait(&smem.p_full[warp], it.index & 1);
+    if constexpr (Traits::kSendsScores) {
+      const int32_t query_stage = QueryRing::stage(it.index);
+      mbarrier_wait(&smem.q_full[query_stage], QueryRing::phase(it.index));  // lse and the entry of this stage
+      modified_gradients<Traits>(*this, dp, &smem.p[0][read_thread() % kWarpgroupThreads],
+                                 &smem.lse_log2[query_stage][pair], &smem.delta[stage][pair]);
+    } else {
+      multiply_probabilities(dp);
+    }
+    mbarrier_arrive(&smem.p_empty[warp]);
+    mbarrier_arrive(&smem.dout_empty[stage]);
+  }
+
+  __device__ __forceinline__ void multiply_probabilities(float (&dp)[kBlockM / 2]) const {
+    const int32_t stage = DoutRing::stage(it.index);
 #pragma unroll
     for (int j = 0; j < kBlockM / 8; ++j) {
       const float2 delta = *reinterpret_cast<const float2*>(&smem.delta[stage][8 * j + pair]);
@@ -220,8 +240,6 @@ struct ScoreGradients : Consumer<Traits> {
       dp[4 * j + 2] = score_gradient(p.z, dp[4 * j + 2], delta.x);
       dp[4 * j + 3] = score_gradient(p.w, dp[4 * j + 3], delta.y);
     }
-    mbarrier_arrive(&smem.p_empty[warp]);
-    mbarrier_arrive(&smem.dout_empty[stage]);
   }
 
   __device__ __forceinline__ float score_gradient(float p, float dp, float delta) const {
@@ -244,7 +262,8 @@ struct ScoreGradients : Consumer<Traits> {
     const int32_t buffer = DsRing::stage(it.index);
     pack<T>(ds16, ds);
     mbarrier_wait(&smem.ds_empty[buffer], DsRing::phase(it.index) ^ 1);
-    store_operand<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, lane);
+    const int32_t own_lane = Traits::kSendsScores ? read_thread() % 32 : lane;  // offsets in registers would spill
+    store_operand<Traits::kBlockN>(smem_address(smem.ds[buffer]), ds16, warp * 16, own_lane);
     fence_async_shared();
     arrive_warp(&smem.ds_full[buffer], lane);
     if (Traits::kPairs && elect_one()) {

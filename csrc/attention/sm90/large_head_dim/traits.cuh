@@ -15,12 +15,23 @@ enum NamedBarrier : uint32_t {
   kDqBarrier,               // the 128 threads of dq
 };
 
-template <typename T_, int kTileIndex, bool kByHeads>
+// The score_mod that is compiled into a kernel at run time; this one stands for none.
+struct NoMod {
+  static constexpr bool kCapturedGradients = false;
+};
+
+template <typename T_, int kTileIndex, bool kByHeads, typename Mod_ = NoMod>
 struct Traits {
   static constexpr Tile kTile = kTiles[kTileIndex];
   using T = T_;
-  static constexpr bool kFeatures = !has_plain_scores(kTile);
+  using Mod = Mod_;
   static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
+  static constexpr bool kGenerated = has(kTile, feature::kGenerated);
+  static constexpr bool kScoreMod = kBlockMask && !has_plain_scores(kTile);   // score_mod.cuh
+  static constexpr bool kFeatures = !kBlockMask && !has_plain_scores(kTile);  // features.cuh
+  // The warpgroup of dS gets S instead of P times the derivative, and computes both again: gradients of captured
+  // tensors need the score and dS at the same time.
+  static constexpr bool kSendsScores = Mod::kCapturedGradients;
   static constexpr bool kBiasGradient = kFeatures && has_bias_gradient(kTile);
   static constexpr int kHeadDim = kTile.head_dim;
   static constexpr int kHeadDimV = kTile.head_dim_v;
@@ -37,6 +48,7 @@ struct Traits {
   static constexpr int kEarlyIterations = early_iterations(kTile);
   static constexpr bool kLastWritesDq = false;  // each CTA of a cluster adds its own columns of a tile
   static constexpr RoleRegisters kRegisters = role_registers(kTile);
+  static_assert(!kGenerated || kRegisters.probabilities == kRegisters.score_gradients, "see role_registers");
   static_assert(kBlockM == 64 && kBlockN == 64, "S is one product of a warpgroup, dS one atom");
   static_assert(kCtas <= 2, "a CTA exchanges dS with at most one other");
   static_assert(kHeadDim % kAtomColumns == 0 && kHeadDimV % kAtomColumns == 0, "tiles are whole atoms");
@@ -55,7 +67,7 @@ struct Traits {
   // for the rest instead of 34, two registers spill; with 24, products are serialised (C7512).
   static constexpr int steps_in_registers(int registers, int columns, int outputs) {
     const int left = registers - outputs / 2 - 3 * kBlockM / 4 - 34;
-    return kFeatures || left < 16 ? 0 : left / 4 < columns / 16 ? left / 4 : columns / 16;
+    return !has_plain_scores(kTile) || left < 16 ? 0 : left / 4 < columns / 16 ? left / 4 : columns / 16;
   }
   static constexpr int kKeySteps = steps_in_registers(kRegisters.probabilities, kHeadDim, kHeadDimV);
   static constexpr int kValueSteps = steps_in_registers(kRegisters.score_gradients, kHeadDimV, kHeadDim);
@@ -105,7 +117,7 @@ struct Traits {
     uint64_t q_full[kStages], dout_full[kDoutStages];  // producer arrives with bytes
     // Roles that read or write with ordinary instructions arrive by thread, because racecheck does not follow warps.
     // Others arrive by warp.
-    uint64_t q_empty[kStages];                 // every thread of P, every warp of dS
+    uint64_t q_empty[kStages];                 // every thread of P, every warp of dS (thread with kSendsScores)
     uint64_t dout_empty[kDoutStages];          // every thread of dS, every warp of P
     uint64_t p_full[kWarps], p_empty[kWarps];  // the threads of one warp of P arrive, or of dS; the other waits
     uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];  // every warp of dS arrives, every warp of dq of both CTAs
@@ -126,7 +138,7 @@ struct Traits {
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.k_other_full, 1);
-    init_ring(smem.q_full, 1, smem.q_empty, kWarpgroupThreads + kWarps);
+    init_ring(smem.q_full, 1, smem.q_empty, kWarpgroupThreads + (kSendsScores ? kWarpgroupThreads : kWarps));
     init_ring(smem.dout_full, 1, smem.dout_empty, kWarpgroupThreads + kWarps);
     init_ring(smem.p_full, 32, smem.p_empty, 32);
     for (int buffer = 0; buffer < kDsBuffers; ++buffer) {

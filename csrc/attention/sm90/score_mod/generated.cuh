@@ -19,18 +19,18 @@ struct GeneratedFunction {
 
   const GeneratedParams& p;
   int32_t batch, head, first_query, first_key;
-  const TileMask<Traits>& mask;
+  const uint32_t* words;  // of the thread's bits (BitMask)
 
   template <typename Consumer>
-  __device__ __forceinline__ explicit GeneratedFunction(const Consumer& c)
+  __device__ __forceinline__ GeneratedFunction(const Consumer& c, const uint32_t* words)
       : p(static_cast<const GeneratedParams&>(c.params)),
         batch(c.work.batch),
         head(c.it.head()),
         first_query(c.it.query_block() * Traits::kBlockM + c.pair),
         first_key(c.work.first_key + c.first_own_key()),
-        mask(c.tile_mask) {}
+        words(words) {}
 
-  __device__ __forceinline__ bool visible(int v) const { return bit_of_value<Traits::kBlockM / 2>(mask.words(), v); }
+  __device__ __forceinline__ bool visible(int v) const { return bit_of_value<Traits::kBlockM / 2>(words, v); }
   __device__ __forceinline__ int32_t query(int v) const {
     return at_most(first_query + v / 4 * 8 + v % 2, p.attention.seqlen_q - 1);
   }
@@ -71,7 +71,7 @@ struct GeneratedScores : PlainScores<Traits> {
   GeneratedFunction<Traits> function;
 
   template <typename Consumer>
-  __device__ __forceinline__ explicit GeneratedScores(const Consumer& c) : Base(c), function(c) {}
+  __device__ __forceinline__ explicit GeneratedScores(const Consumer& c) : Base(c), function(c, c.tile_mask.words()) {}
 
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer&, Scores& s, Operand& p16, const Lse& lse) {

@@ -77,12 +77,12 @@ class ScoreFunction {
   uint32_t visible_[kBitWords + 1];                        // one more, because kBitWords may be 0
 };
 
-// The function of a consumer warpgroup's thread in this iteration.
+// The function of a consumer warpgroup's thread in this iteration. `words`: of its bits.
 template <typename Traits>
 using ScoreFunctionOf = ScoreFunction<TileMask<Traits>::kWords>;
 
 template <typename Traits, typename Consumer>
-__device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c) {
+__device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c, const uint32_t* words) {
   const AttentionBackwardParams& p = c.params.attention;
   const int32_t head = c.it.head(), key = c.work.first_key + c.first_own_key();
   float slope = 0.f, biases[2] = {};
@@ -99,7 +99,7 @@ __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer
     }
   }
   const int32_t distance = c.it.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
-  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), c.tile_mask.words()};
+  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), words};
 }
 
 // ALiBi and a bias per key, which dropout may follow.
@@ -111,7 +111,7 @@ struct ShiftedScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    score_function<Traits>(c).exponentiate(s[0], lse);
+    score_function<Traits>(c, c.tile_mask.words()).exponentiate(s[0], lse);
     c.tile_mask.apply(c, s);
   }
 };
@@ -128,7 +128,8 @@ struct CappedScores : PlainScores<Traits> {
   ScoreFunctionOf<Traits> function;
 
   template <typename Consumer>
-  __device__ __forceinline__ explicit CappedScores(const Consumer& c) : Base(c), function(score_function<Traits>(c)) {}
+  __device__ __forceinline__ explicit CappedScores(const Consumer& c)
+      : Base(c), function(score_function<Traits>(c, c.tile_mask.words())) {}
 
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer&, Scores& s, Operand& p16, const Lse& lse) const {

@@ -28,6 +28,8 @@ from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 import flashbwd
 import flashbwd.flex.gradients as flex_gradients
 
+FORCED = {"flex": "sm90", "flex_sm80": "sm80"}  # also kernels that the plan does not choose yet
+
 __all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "worst"]
 
 ADD = 2.0**-24  # relative error of one fp32 addition
@@ -231,8 +233,8 @@ class _Oracle:
 
 def refusal(problem: Problem, backend: str) -> str | None:
     """Return why no kernel computes a call, or None if one does or if the backend is the reference."""
-    if backend == "flex_sm80":  # for this process, which runs no other backend
-        flashbwd.use_backend("sm80").__enter__()
+    if backend in FORCED:  # for this process, which runs no other backend
+        flashbwd.use_backend(FORCED[backend]).__enter__()
     plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
         return None

@@ -11,13 +11,13 @@ namespace flashbwd {
 
 enum class BiasGradientMode : int32_t {
   kNone,
-  kStore,      // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
-  kAdd,        // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
-  kAddBlocks,  // the same, 16-byte vectors to the blocks of ../index/bias_blocks.h
-  kKeySums,    // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
-               // shares keys
+  kStore,    // one CTA stores each element of (batch, heads, seqlen_q, seqlen_k)
+  kAdd,      // CTAs add to elements that start at zero: the bias is broadcast over batch or heads
+  kKeySums,  // adds to sums over queries, (batch, heads, slots, seqlen_k), zero at the start; one slot per warp that
+             // shares keys
   kRowSums,  // stores sums over keys, (batch, heads, slots, seqlen_q), zero at the start; one slot per group of keys of
              // a warp
+  kAddBlocks,  // as kAdd, 16-byte vectors to the blocks of ../index/bias_blocks.h
 };
 
 struct BiasGradient {

@@ -47,7 +47,7 @@ def trained(call: Call) -> list[fuzz_flex_mods.Table]:
 def calls(condition: Callable[[Call], bool], count: int) -> list[Call]:
     """Small calls that use only a few score_mods."""
     found = []
-    for number in range(0, 100_000, 7):
+    for number in range(0, 200_000, 7):
         call = draw(number, "flex_reference")
         small = call.batch * call.heads * call.length_q * call.length_k < 1e5 and call.mod < 20
         if small and condition(call):

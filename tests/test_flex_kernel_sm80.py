@@ -113,8 +113,6 @@ def test_the_public_function_runs_sm80_where_sm90_does_not(case: Case) -> None:
     options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": True}
     plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, p.lse, **options)
     assert plan.backend == "sm80", plan.reasons
-    expected = "got float32" if case.dtype == FP32 else "block masks up to head dimension 128"
-    assert expected in plan.reasons["sm90"]
     check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])
 
 

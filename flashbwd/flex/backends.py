@@ -13,14 +13,7 @@ from torch import Tensor
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.generated import GeneratedScoreMod, generated
-from flashbwd.flex.kernel_lists import (
-    MAX_HEAD_DIM,
-    REFUSALS,
-    KernelLists,
-    UnsupportedError,
-    backend_option,
-    kernel_tile,
-)
+from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, backend_option, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import DecodingCall
@@ -75,9 +68,6 @@ class KernelCall:
         plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, device))
         if plan["backend"] == "reference":
             raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
-        if self.options.get("backend") == "sm80":  # the plan says only that this backend was requested
-            plan["refusals"] |= {"sm90": f"it takes block masks up to head dimension {MAX_HEAD_DIM}"}
-            plan["refusals"] |= {"short": "it takes no block mask"}
         return dict(plan)
 
     def gradients(

@@ -106,7 +106,7 @@ def test_sm80_calls_can_be_captured_in_a_graph() -> None:
 PUBLIC = [
     Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=101, dtype=FP32),
     Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, softcap=5.0, dtype=FP32),
-    Case("causal", seqlen_q=500, seqlen_k=500, head_dim=160, softcap=5.0),
+    Case("causal", seqlen_q=500, seqlen_k=500, head_dim=160, softcap=5.0, dtype=FP32),
 ]
 
 

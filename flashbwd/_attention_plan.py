@@ -116,7 +116,6 @@ def plan_attention_backward(
     fields = json.loads(described)
     del fields["config"]
     tile = fields.pop("tile")
-    del fields["config"]
     reasons = MappingProxyType(fields.pop("refusals"))
     return Plan(tile=None if tile is None else (tile[0], tile[1]), reasons=reasons, **fields)
 

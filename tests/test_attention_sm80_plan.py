@@ -56,7 +56,7 @@ def test_an_unsupported_device_is_refused_with_the_reason(host: ModuleType, devi
     assert words in reason(host, device)
 
 
-MASKED = {"has_block_mask": True, "list_block_m": 0, "list_block_n": 0}
+MASKED = {"has_block_mask": True, "list_block_m": 0, "list_block_n": 0, "backend": "sm80"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from kit.host import dense_problem, device_info, load_host
 
-from flashbwd.flex.kernel_lists import MAX_HEAD_DIM, kernel_tile
+from flashbwd.flex.kernel_lists import MAX_HEAD_DIM
 
 EDGES_OF_TILES = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256)  # of block masks
 COUNTER_BYTES = 8 * 4  # work tiles taken, and finished adds of 2 * 3 KV heads, padded to 4 words
@@ -65,7 +65,7 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
         ({"head_dim": 264, "has_bias": True}, "it takes no attn_bias at head dimensions above 256"),
         ({"head_dim_v": 257, "has_alibi": True}, "it takes no ALiBi at head dimensions above 256"),
         ({"head_dim": 512, "dropout_p": 0.1}, "it takes no dropout at head dimensions above 256"),
-        ({"head_dim": 512, "has_key_mask": True}, "it does not take key_mask"),
+        ({"head_dim": 512, "has_key_mask": True}, "it takes no key_mask at head dimensions above 256"),
         ({"head_dim": 512, "aligned_16": False}, "multiples of 16 bytes"),
         ({"head_dim": 512, "total_k": 1 << 31, "varlen": True}, "too large for one launch"),
         ({"head_dim": 512, "seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
@@ -155,16 +155,16 @@ def test_block_masks_above_head_dimension_128_use_clusters(
 
 @pytest.mark.parametrize("head_dim_v", [*EDGES_OF_TILES, MAX_HEAD_DIM + 1])
 @pytest.mark.parametrize("head_dim", [*EDGES_OF_TILES, MAX_HEAD_DIM + 1])
-def test_the_bits_of_a_block_mask_fit_the_tile_at_all_head_dimensions(
+def test_block_masks_have_a_tile_at_all_head_dimensions_up_to_256(
     host: ModuleType, head_dim: int, head_dim_v: int
 ) -> None:
-    tile = kernel_tile(head_dim, head_dim_v)
-    masked = {"has_block_mask": True, "block_bits_words": 4 * tile.queries}
+    queries = 128 if max(head_dim, head_dim_v) <= 64 else 64
+    masked = {"has_block_mask": True, "list_block_m": queries, "list_block_n": 128}
     if max(head_dim, head_dim_v) <= MAX_HEAD_DIM:
         plan = plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v, **masked)
-        assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", tile.queries, tile.keys)
+        assert (plan.backend, plan.block_m, plan.block_n) == ("sm90", queries, 128)
     else:
-        with pytest.raises(ValueError, match=f"no tile with these features for head dimensions {head_dim} and"):
+        with pytest.raises(ValueError, match="it takes no block mask at head dimensions above 256"):
             plan_of(host, head_dim=head_dim, head_dim_v=head_dim_v, **masked)
 
 
@@ -263,9 +263,9 @@ SHARED_FLOAT32_BIAS = {
         ({"head_dim": 128, "has_bias": True, "need_dbias": True, "bias_dtype": "kFloat32"}, ""),
         ({"head_dim": 128, "has_bias": True, "bias_dtype": "kFloat32"}, "with attn_bias at head dimensions up to 128"),
         (SHARED_FLOAT32_BIAS, "with attn_bias at head dimensions up to 128"),
-        ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, ""),
+        ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, "sm80 takes attn_bias until"),
         ({"head_dim": 128, "has_bias": True, "bias_has_rows": True, "softcap": 30.0}, "with attn_bias at head"),
-        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, ""),
+        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "sm80 takes"),
         ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kFlash"}, "with attn_bias at"),
         ({"head_dim": 192, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "attn_bias and"),
         ({"head_dim": 32, "dropout_layout": "kEfficient32"}, ""),

@@ -164,7 +164,6 @@ DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
         "PyTorch's kernel is faster for the gradient of a tensor with an element per pair",
         {"mod": lambda s, b, h, i, j: s + PAIRS[i, j], "shape": SMALL},
     ),
-    "head_dim": ("no tile with these features", {"shape": Shape(seqlen_q=96, seqlen_k=96, head_dim=264)}),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),
 }

@@ -6,6 +6,7 @@ derivative of the score_mod.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
@@ -26,9 +27,11 @@ from fuzz_flex_mods import DTYPES, ScoreMod, Table, score_mod_of
 from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
+from flashbwd import _attention_arguments
 import flashbwd.flex.gradients as flex_gradients
 
 FORCED = {"flex": "sm90", "flex_sm80": "sm80"}  # also kernels that the plan does not choose yet
+_forced = contextlib.ExitStack()  # a process computes calls of one backend
 
 __all__ = ["Problem", "build", "draw", "gradients", "refusal", "repeat", "worst"]
 
@@ -233,8 +236,8 @@ class _Oracle:
 
 def refusal(problem: Problem, backend: str) -> str | None:
     """Return why no kernel computes a call, or None if one does or if the backend is the reference."""
-    if backend in FORCED:  # for this process, which runs no other backend
-        flashbwd.use_backend(FORCED[backend]).__enter__()
+    if backend in FORCED and _attention_arguments.backend() != FORCED[backend]:
+        _forced.enter_context(flashbwd.use_backend(FORCED[backend]))
     plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
         return None

@@ -43,7 +43,9 @@ def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
     ----------
     name : {"auto", "sm90", "sm80", "short", "reference"}
         Applies to the whole process, not only to the current thread. The backward of :func:`attention` uses the
-        backend that was set when its forward ran.
+        backend that was set when its forward ran. For :func:`flex_attention`, the backend counts that is set when its
+        backward runs: "sm90" and "sm80" choose the kernel of a call with a block mask or with a ``score_mod`` that is
+        compiled, and the reference computes what that kernel refuses.
 
     Raises
     ------

@@ -661,16 +661,17 @@ def test_head_dimensions_above_256_need_a_request(host: ModuleType, changes: dic
     assert plan.backend == "sm80"
     assert dict(plan.refusals)["sm90"] == 'above head dimension 256, only use_backend("sm90") selects it'
     assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **changes).backend == "sm90"
+    assert plan_of(host, **changes).backend == "reference", "not even if no other kernel takes the call"
 
 
 def test_head_dimensions_above_256_need_no_accumulator(host: ModuleType) -> None:
     features = {"softcap": 20.0, "has_sink": True, "window_left": 7, "window_right": 0}
-    plan = plan_of(host, head_dim=512, head_dim_v=512, **features)
+    plan = plan_of(host, backend="sm90", head_dim=512, head_dim_v=512, **features)
     assert (plan.block_m, plan.block_n) == (64, 64)
     assert plan.deterministic and not plan.cooperative
     assert (plan.workspace.accumulator_bytes, plan.workspace.semaphore_bytes) == (0, 0)
     assert plan.workspace.bytes == plan.workspace.delta_bytes == 2 * 2 * 6 * 384 * 4
-    packed = plan_of(host, head_dim=512, head_dim_v=512, varlen=True, has_seqused=True)
+    packed = plan_of(host, backend="sm90", head_dim=512, head_dim_v=512, varlen=True, has_seqused=True)
     assert packed.workspace.delta_bytes == 2 * 6 * 896 * 4
 
 

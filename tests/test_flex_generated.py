@@ -112,24 +112,6 @@ def test_a_score_mod_that_cannot_be_written_as_cuda_is_refused_with_the_reason(
         choose(on_a_gpu, MODS["relative_bias"][0], [])
 
 
-@pytest.mark.parametrize(
-    ("mod", "masked", "dims", "words"),
-    [
-        (None, True, (264, 64), "a block mask needs head dimensions of at most 256"),
-        (None, True, (64, 257), "a block mask needs head dimensions of at most 256"),
-        (lambda s, b, h, q, k: 5 * torch.tanh(s / 5), True, (260, 192), "a block mask needs head dimensions of at"),
-        (doubled, False, (64, 257), "a score_mod that is compiled at run time needs head dimensions of at most 256"),
-    ],
-)
-def test_head_dimensions_are_refused_before_lists_are_made(
-    on_a_gpu: Callable[..., Tensor], mod: Mod | None, masked: bool, dims: tuple[int, int], words: str
-) -> None:
-    q, k, v = (on_a_gpu(2, 4, 300, n) for n in (dims[0], *dims))
-    call = DecodingCall(mod, visible_everywhere(300, 300, torch.device("cpu")) if masked else None, 0.125)
-    with pytest.raises(UnsupportedError, match=words):
-        backends.choose(call, q, k, v, [], False, lambda *_: pytest.fail("lists were made"))
-
-
 @pytest.fixture(scope="module")
 def host() -> ModuleType:
     return load_host()
@@ -159,14 +141,24 @@ def sm90_kernel(host: ModuleType, head_dim: int) -> Kernel:
         ({"softcap": 30.0}, "it has no tile with these features"),
         ({"has_alibi": True}, "it has no tile with these features"),
         ({"head_dim": 192, "softcap": 30.0}, "it has no tile with these features for head dimensions 192 and 128"),
-        ({"head_dim": 264}, "it has no tile with these features for head dimensions 264 and 128"),
+        ({"head_dim": 264}, "it takes no block mask at head dimensions above 256"),
     ],
 )
 def test_a_plan_refuses_what_no_generated_kernel_computes(
     host: ModuleType, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        plan_of(host, **MASKED, **changes)
+        plan_of(host, **MASKED, **changes, backend="sm90")
+
+
+@pytest.mark.parametrize("scores", [{"softcap": 30.0}, {"has_alibi": True}, {"has_score_mod": True}], ids=str)
+def test_scores_beside_a_block_mask_need_a_request_above_head_dimension_128(
+    host: ModuleType, scores: dict[str, Any]
+) -> None:
+    call = {"has_block_mask": True, "head_dim": 192, "head_dim_v": 192, **scores}
+    with pytest.raises(ValueError, match="above head dimension 128 only on request"):
+        plan_of(host, **call)
+    assert plan_of(host, **call, backend="sm90").backend == "sm90"
 
 
 # ---- the source ----

@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flashbwd import _ops
 from flashbwd.flex import backends, counts, graph_operator
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, backend_option
 from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of
@@ -55,7 +55,7 @@ def replace_flex_backwards(graph: fx.Graph) -> None:
 
 def flex_pass_key() -> tuple[str, ...]:
     """Return what the pass depends on besides the graph, for the keys of Inductor's cache."""
-    return (*_installation(), *sorted(_COMPUTED_BY_THE_REFERENCE))
+    return (*_installation(), backend_option(), *sorted(_COMPUTED_BY_THE_REFERENCE))
 
 
 @functools.cache

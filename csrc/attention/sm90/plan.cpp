@@ -79,7 +79,12 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (head_dim_512::is_for(problem)) return head_dim_512::refusal(problem);
+  if (head_dim_512::is_for(problem)) {
+    const std::string reason = head_dim_512::refusal(problem);
+    // Return just the reason when the kernels have been compared with those of sm80 on a GPU.
+    if (!reason.empty() || problem.backend == "sm90") return reason;
+    return "above head dimension 256, only use_backend(\"sm90\") selects it";
+  }
   if (problem.need_dbias && problem.softcap > 0.0)
     return "it does not compute the gradient of attn_bias together with softcap";
   if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&
@@ -122,8 +127,6 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
 
 // As measured: docs/lab/2026-11.md, "Which family takes a call with several features".
 std::string slower(const AttentionProblem& problem) {
-  // Delete this line when the kernels have been compared with those of sm80 on a GPU.
-  if (head_dim_512::is_for(problem)) return "above head dimension 256, only use_backend(\"sm90\") selects it";
   const int64_t head_dim = std::max(problem.head_dim, problem.head_dim_v);
   const bool draws_words = problem.dropout_p > 0.0 && problem.dropout_layout != DropoutLayout::kFlash;
   if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {

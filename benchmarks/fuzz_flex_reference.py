@@ -27,8 +27,8 @@ from fuzz_flex_mods import DTYPES, ScoreMod, Table, score_mod_of
 from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
-from flashbwd import _attention_arguments
 import flashbwd.flex.gradients as flex_gradients
+from flashbwd import _attention_arguments
 
 FORCED = {"flex": "sm90", "flex_sm80": "sm80"}  # also kernels that the plan does not choose yet
 _forced = contextlib.ExitStack()  # a process computes calls of one backend

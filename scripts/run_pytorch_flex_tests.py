@@ -160,7 +160,9 @@ def lines_of(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("file", type=Path, help="PyTorch's test_flex_attention.py")
     parser.add_argument("--out", type=Path, default=Path("out/pytorch_flex_tests"))
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="run one of N parts of the tests")

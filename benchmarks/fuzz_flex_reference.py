@@ -241,7 +241,7 @@ def refusal(problem: Problem, backend: str) -> str | None:
     plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
         return None
-    return plan.reasons["sm90"]
+    return plan.reasons[FORCED[backend]]
 
 
 def gradients(problem: Problem, backend: str) -> Any:

@@ -417,3 +417,10 @@ def test_the_pass_has_a_key_for_inductors_cache(monkeypatch: pytest.MonkeyPatch)
     assert key and key == inductor.FlexGradients().uuid()
     monkeypatch.setattr(flex_pass, "_COMPUTED_BY_THE_REFERENCE", frozenset())
     assert inductor.FlexGradients().uuid() != key
+
+
+def test_the_key_of_the_pass_has_the_forced_backend() -> None:
+    key = inductor.FlexGradients().uuid()
+    with flashbwd.use_backend("sm90"):
+        assert inductor.FlexGradients().uuid() != key
+    assert inductor.FlexGradients().uuid() == key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashbwd import _attention_arguments
 from flashbwd.mods.captures import Captures, Slots
 from flashbwd.mods.derivative import emit_score_gradient
 from flashbwd.mods.trace import trace
@@ -245,3 +247,15 @@ def test_calls_of_sm80_have_its_dtypes_and_head_dimensions() -> None:
     assert {call.dtype for call in drawn} == {"bf16", "fp16", "fp32"}
     largest = {max(call.head_dim, call.head_dim_v) for call in drawn}
     assert max(largest) == 256 and any(128 < n <= 192 for n in largest) and any(n % 8 for n in largest)
+
+
+@pytest.mark.parametrize(("backend", "forced"), [("flex", "sm90"), ("flex_sm80", "sm80")])
+def test_a_process_asks_for_the_kernels_of_its_backend(backend: str, forced: str) -> None:
+    problem = flex.build(draw(0, "flex_reference"), CPU)
+    try:
+        assert flex.refusal(problem, backend) == "query is on the CPU"
+        gc.collect()
+        assert _attention_arguments.backend() == forced
+    finally:
+        flex._forced.close()
+    assert _attention_arguments.backend() == "auto"

@@ -364,7 +364,9 @@ def test_gpu_run_finds_files_that_name_a_mark_or_a_gpu_target(steps):
     assert {"tests/test_attention_features.py", "tests/test_sanitizer.py"} <= set(files)
     assert steps.Selection("gpu and sanitizer", "").files == [
         "tests/test_flex_kernel.py",
+        "tests/test_flex_kernel_sm80.py",
         "tests/test_flex_score_mods.py",
+        "tests/test_flex_score_mods_sm80.py",
         "tests/test_sanitizer.py",
     ]
     assert "tests/test_sizes.py" in steps.Selection("gpu and alone", "").files

@@ -28,8 +28,8 @@ STACKS_AFTER_S = 90  # a test that runs longer, for example because it hangs, pr
 PROPERTY_PROFILE = "random"  # hypothesis profile in tests/conftest.py
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage runs one tool on a share of the tests
 ALONE = "alone"  # marks tests that need up to 70 GiB, or all GPUs of the machine
-# Mark -> text that each file with such a test contains. Targets of tests/support.py add the mark gpu to their tests, the
-# function "small" of some test files adds the mark sanitizer.
+# Mark -> text that each file with such a test contains. Targets of tests/support.py add the mark gpu to their tests.
+# The function "small" of some test files adds the mark sanitizer.
 WORDS = {"gpu": r"mark\.gpu|TARGETS", "sanitizer": r"mark\.sanitizer|import [^\n]*\bsmall\b", ALONE: r"mark\.alone"}
 
 

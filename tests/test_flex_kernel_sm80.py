@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_flex_kernel import Case, alibi_mods, build, check, public_problem, small
+from test_flex_kernel import Case, alibi_mods, build, check, check_graph, check_invisible_blocks, public_problem, small
 
 import flashbwd
 
@@ -81,26 +81,11 @@ def test_sm80_deterministic_results_repeat_bit_for_bit(head_dim: int, dtype: tor
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_sm80_does_not_read_invisible_blocks(head_dim: int, dtype: torch.dtype) -> None:
     case = Case("random_blocks", seqlen_q=640, seqlen_k=640, head_dim=head_dim, heads_kv=4, dtype=dtype)
-    p = build(case, "sm80")
-    expected = p.run(deterministic=True)
-    for x in (p.tensors[2], p.tensors[3]):
-        x[:, :, :128] = float("nan")  # no query sees the first block of keys
-    for x in (p.tensors[0], p.tensors[1], p.tensors[4]):
-        x[:, :, :128] = float("nan")  # the first block of queries sees no key
-    found = p.run(deterministic=True)
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    check_invisible_blocks(build(case, "sm80"))
 
 
 def test_sm80_calls_can_be_captured_in_a_graph() -> None:
-    p = build(Case("documents", seqlen_q=1024, seqlen_k=1024, dtype=FP32), "sm80")
-    expected = p.run(deterministic=True)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = p.run(deterministic=True)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    check_graph(build(Case("documents", seqlen_q=1024, seqlen_k=1024, dtype=FP32), "sm80"))
 
 
 PUBLIC = [

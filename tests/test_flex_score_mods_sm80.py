@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from test_flex_kernel import Case
-from test_flex_score_mods import build, check, score_mod, small
+from test_flex_score_mods import build, check, check_graph, small
 
 import flashbwd
 
@@ -71,20 +70,4 @@ def test_sm80_does_not_read_invisible_blocks(name: str) -> None:
 
 
 def test_sm80_calls_can_be_captured_in_a_graph_after_the_first_call() -> None:
-    p = build(Case("documents", seqlen_q=600, seqlen_k=600, dtype=FP32), "relative_bias", "sm80")
-    mod, _ = score_mod(p.name, p.case, "cuda")
-    options: dict[str, Any] = {"score_mod": mod, "block_mask": p.block_mask, "enable_gqa": True, "deterministic": True}
-
-    def run() -> Any:
-        return flashbwd.flex_attention_backward(p.dout, *p.inputs, p.out, p.lse, **options)
-
-    expected = run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
-    for x in found[:3]:
-        x.zero_()
-    graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(expected[:3], found[:3], strict=True))
+    check_graph(build(Case("documents", seqlen_q=600, seqlen_k=600, dtype=FP32), "relative_bias", "sm80"))

@@ -63,8 +63,10 @@ AttentionPlan try_plan_attention(const AttentionProblem& problem, const DeviceIn
       reason = refusal_of(candidate, problem, device);
       if (reason.empty()) {
         if (any && candidate.family->slower != nullptr) reason = candidate.family->slower(problem);
-        if (reason.empty()) chosen = candidate.family;
-        if (reason.empty()) continue;
+        if (reason.empty()) {
+          chosen = candidate.family;
+          continue;
+        }
         if (spare == nullptr) spare = candidate.family;
       }
       if (forced) plan.refusal = "backend \"" + problem.backend + "\" cannot run this: " + reason;

@@ -54,7 +54,6 @@ class KernelLists(NamedTuple):
         return self.lists, self.entries, self.bits, self.covers, [self.tile.queries, self.tile.keys]
 
 
-MAX_HEAD_DIM = 256
 REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
 
 

@@ -1,7 +1,7 @@
 """PEP 517 backend: setuptools with build requirements that depend on the build.
 
-A build without kernels needs no CUDA compiler. A machine with a usable CUDA toolkit or its own CUTLASS needs no copy of
-them, and an environment with a torch needs no second torch. So pyproject.toml cannot contain the list.
+A build without kernels needs no CUDA compiler, a machine with a usable CUDA toolkit needs no second one, and an
+environment with a torch needs no second torch. So pyproject.toml cannot contain the list.
 """
 
 from __future__ import annotations

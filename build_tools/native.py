@@ -25,9 +25,7 @@ from build_tools.toolchain import (
     CudaToolkit,
     Torch,
     cuda_wanted,
-    cutlass_is_used,
     find_cuda_toolkit,
-    find_cutlass,
     find_ninja,
     find_torch,
     named_architectures,
@@ -61,7 +59,6 @@ NVCC_FLAGS = [
     "--expt-relaxed-constexpr",
     "--compress-mode=size",
     "--threads=1",
-    "-diag-suppress=20012",  # a warning about the defaulted constructors of CuTe
 ]
 # z,defs makes a missing definition a link error. Otherwise it would be an error when a user imports the library.
 LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-Wl,-O1", "-s"]
@@ -190,7 +187,6 @@ class NativeBuild:
     def __init__(self) -> None:
         self.torch: Torch = find_torch()
         self.toolkit: CudaToolkit | None = None
-        self.cutlass: Path | None = None
         if shutil.which(cxx()) is None:
             raise BuildError(f"no C++ compiler {cxx()}: install g++ (apt install g++), or set CXX to another compiler")
         for complaint in runpy.run_path(str(ENVIRONMENT))["complaints"]():
@@ -207,7 +203,6 @@ class NativeBuild:
             print("flashbwd: this torch has no CUDA: library for the CPU only")
         else:
             self.toolkit = self._toolkit(self.torch.cuda)
-            self.cutlass = find_cutlass()
         families = chosen_families()  # refuses an unknown family even in a build without kernels
         self.families = families if self.toolkit else {}
 
@@ -229,8 +224,7 @@ class NativeBuild:
 
     def _cuda_flags(self) -> list[str]:
         assert self.toolkit is not None
-        paths = [*self.toolkit.includes, *([self.cutlass] if self.cutlass else [])]
-        return ["-DUSE_CUDA", *(flag for path in paths for flag in ("-isystem", str(path)))]
+        return ["-DUSE_CUDA", *(flag for path in self.toolkit.includes for flag in ("-isystem", str(path)))]
 
     def _cuda_link(self) -> list[str]:
         assert self.toolkit is not None
@@ -250,8 +244,6 @@ class NativeBuild:
         if self.toolkit is None:
             return [base]
         cuda = [unit for unit in api if unit.source.name.startswith("cuda_")] + cuda_units(self.families)
-        if self.cutlass is None and cutlass_is_used():
-            raise BuildError("no CUTLASS: pip install nvidia-cutlass==4.2.0.0, or set FLASHBWD_CUTLASS_PATH")
         built = [f"-DFLASHBWD_BUILT_{name.upper()}" for name in self.families]
         kernels = Library(
             OUT / "_C_cuda.so",

@@ -13,18 +13,9 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from build_tools.toolchain import (
-    BuildError,
-    Torch,
-    cuda_wanted,
-    cutlass_is_used,
-    find_cuda_toolkit,
-    find_torch,
-    local_cutlass,
-)
+from build_tools.toolchain import BuildError, Torch, cuda_wanted, find_cuda_toolkit, find_torch
 
 _FOLDER = Path(__file__).resolve().parent.parent / "requirements"
-_COMPILER = ("nvidia-cuda-", "nvidia-nvvm")
 
 
 def _read(name: str) -> list[str]:
@@ -39,9 +30,7 @@ def build_requirements(torch: Torch | None = None) -> list[str]:
         cuda = _read("cuda.txt")
         pinned = next(re.findall(r"==(\d+\.\d+)", line)[0] for line in cuda if line.startswith("nvidia-cuda-nvcc"))
         if find_cuda_toolkit(torch.cuda if torch and torch.cuda else pinned)[0] is not None:
-            cuda = [line for line in cuda if not line.startswith(_COMPILER)]
-        if local_cutlass() or not cutlass_is_used():
-            cuda = [line for line in cuda if not line.startswith("nvidia-cutlass")]
+            cuda = [line for line in cuda if not line.startswith("nvidia-")]
         requirements += cuda
     return [line for line in requirements if not (torch and line.startswith("torch"))]
 

@@ -1,4 +1,4 @@
-"""Finds torch, ninja, CUTLASS, a CUDA toolkit and this machine's GPUs. Imports no large package."""
+"""Finds torch, ninja, a CUDA toolkit and this machine's GPUs. Imports no large package."""
 
 from __future__ import annotations
 
@@ -183,32 +183,6 @@ def find_cuda_toolkit(cuda: str) -> tuple[CudaToolkit | None, list[str]]:
         else:
             return CudaToolkit(root, match.group(1)), rejected
     return None, rejected
-
-
-def local_cutlass() -> Path | None:
-    """Return the CUTLASS include folder of FLASHBWD_CUTLASS_PATH or third_party/cutlass; None without either."""
-    given = os.environ.get("FLASHBWD_CUTLASS_PATH")
-    root = Path(given).resolve() if given else ROOT / "third_party" / "cutlass"
-    for folder in (root / "include", root):
-        if (folder / "cute" / "tensor.hpp").is_file():
-            return folder
-    if given:
-        raise BuildError(f"FLASHBWD_CUTLASS_PATH is {given}, expected a folder with include/cute/tensor.hpp")
-    return None
-
-
-def find_cutlass() -> Path | None:
-    """Return the CUTLASS include folder of ``local_cutlass`` or else of pip's nvidia-cutlass; None without either."""
-    if local := local_cutlass():
-        return local
-    package = _package_dir("cutlass_library")
-    include = package / "source" / "include" if package else None
-    return include if include and include.is_dir() else None
-
-
-def cutlass_is_used() -> bool:
-    sources = (path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cuh", ".h"))
-    return any(re.search(r"#include <(cute|cutlass)/", path.read_text()) for path in sources)
 
 
 def find_ninja() -> str:

@@ -7,7 +7,8 @@ namespace flashbwd {
 
 constexpr bool is_built(int32_t head_dim) {
 #ifdef FLASHBWD_BUILT_HEAD_DIMS
-  for (const int32_t built : {FLASHBWD_BUILT_HEAD_DIMS}) {
+  constexpr int32_t kBuilt[] = {FLASHBWD_BUILT_HEAD_DIMS};
+  for (const int32_t built : kBuilt) {
     if (built == head_dim) return true;
   }
   return false;

@@ -92,8 +92,9 @@ __device__ __forceinline__ void store_to_cta(int32_t* destination, uint64_t* bar
                : "memory");
 }
 
-// Arrives at another CTA's barrier. This thread's earlier reads are complete, but its earlier writes are not yet
-// visible to the other CTA: a release at cluster scope would compile to a GPU-wide fence.
+// Arrives at another CTA's barrier. It orders nothing for that CTA, because a release at cluster scope would compile to
+// a GPU-wide fence: earlier writes may not be visible there yet, and a read whose value nothing has used may still be
+// under way. So use the value of a read first, if the other CTA then overwrites what was read.
 __device__ __forceinline__ void mbarrier_arrive_in_cta(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in_cta(barrier, rank)) : "memory");
 }

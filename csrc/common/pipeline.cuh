@@ -22,7 +22,8 @@ struct Ring {
   static __device__ __forceinline__ uint32_t phase(int32_t index) { return index / kStages & 1; }
 };
 
-// Says that this warp has done its part: waiters see what its lanes did before.
+// Says that this warp has done its part: waiters see what its lanes did before. Before TMA may overwrite what a lane
+// has read with a normal load, use the value of the load, or fence (fence_async_shared).
 __device__ __forceinline__ void arrive_warp(uint64_t* barrier, int32_t lane) {
   __syncwarp();
   if (lane == 0) mbarrier_arrive(barrier);

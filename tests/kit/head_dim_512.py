@@ -141,9 +141,9 @@ class KeyGradientsCta:
         else:
             yield from self.wait_received(half, slot, phase)
             yield from self.buffers.read(("exchange", slot), ("P", index))
-        self.other.sent_empty[slot].arrive()
         if not self.faults.skips_full:
             yield self.full[slot][half], phase
+        self.other.sent_empty[slot].arrive()
 
 
 def key_gradients_ctas(iterations: int, rng: random.Random, faults: Faults) -> list[KeyGradientsCta]:

@@ -173,10 +173,11 @@ struct KeyGradientsConsumer {
       wait_received<kStage>(phase);
     }
     load_packed(a, smem.exchange[kStage], place.thread);
-    __syncwarp();
-    if (place.lane == 0) mbarrier_arrive_in_cta(&smem.sent_empty[kStage], kOther);
     mbarrier_wait(&smem.full[kStage][kHalf], phase);  // another warpgroup may have waited for it, but not this one
     product<T, true, ColumnsOperand>(gradient, a, smem_address(smem.streamed[kStage]) + kOwnBytes);
+    // The product needs the values of `a`, so this warp has read them, and the other CTA may send the next.
+    __syncwarp();
+    if (place.lane == 0) mbarrier_arrive_in_cta(&smem.sent_empty[kStage], kOther);
   }
 
   __device__ __forceinline__ void add_one(float (&gradient)[Traits::accumulators(kHalf)], uint32_t phase) {

@@ -69,8 +69,8 @@ struct QueryGradientsConsumer {
   __device__ __forceinline__ void run_scores(float (&dq)[Traits::accumulators(0)]) {
     if (work.blocks.empty()) return;
     const int64_t row = params.lse_delta.index(work.batch, work.head, work.kept_begin) + work.first_row + place.row;
-    const ValuesOfRows lse_log2 = {{params.lse_delta.lse_log2[row], params.lse_delta.lse_log2[row + 8]}};
-    const ValuesOfRows delta = {{params.lse_delta.delta[row], params.lse_delta.delta[row + 8]}};
+    const ValuesOfRows lse_log2 = load_rows(params.lse_delta.lse_log2 + row);
+    const ValuesOfRows delta = load_rows(params.lse_delta.delta + row);
     mbarrier_wait(&smem.q_full, 0);
     uint32_t phase = 0;
 #pragma unroll 1
@@ -120,6 +120,12 @@ struct QueryGradientsConsumer {
   }
 
  private:
+  // The values of this thread's rows. The preprocess wrote them to L2; this kernel has not waited for a launch, which
+  // would clear older values from L1.
+  static __device__ __forceinline__ ValuesOfRows load_rows(const float* first) {
+    return {{__ldcg(first), __ldcg(first + 8)}};
+  }
+
   // S: q and k, over all columns.
   __device__ __forceinline__ void multiply(float (&s)[kScores], uint32_t phase) {
     const uint32_t q = smem_address(smem.q), k = smem_address(smem.k);
@@ -131,13 +137,18 @@ struct QueryGradientsConsumer {
     fence_registers(s);
   }
 
-  // Moves the first atoms of dout to registers, and releases their slots.
+  // Moves the first atoms of dout to registers, and releases their slots. Without the fence, TMA may write v to a slot
+  // before all of dout has been read from it.
   template <int kAtoms>
   __device__ __forceinline__ void load_dout(uint32_t (&dout)[kAtoms][kAtomRegisters]) {
     mbarrier_wait(&smem.dout_full, 0);
 #pragma unroll
     for (int atom = 0; atom < Traits::kRegisterAtoms; ++atom) {
       load_operand<kAtomBytes, kAtomSteps>(dout[atom], smem_address(smem.dout[atom]), place.warp, place.lane);
+    }
+    fence_async_shared();
+#pragma unroll
+    for (int atom = 0; atom < Traits::kRegisterAtoms; ++atom) {
       arrive_warp(&smem.v_empty[Traits::kFreeSlots + atom], place.lane);
     }
   }

@@ -102,7 +102,7 @@ struct Producer {
       mbarrier_arrive_expect(&smem.tile_full, sizeof(smem.tile));
       mbarrier_wait(&smem.tile_full, taken % 2);
       tile = smem.tile;
-      mbarrier_arrive_in_cta(&smem.tile_empty, 0);
+      if (tile >= 0) mbarrier_arrive_in_cta(&smem.tile_empty, 0);  // always true, but needs the value: it has been read
     }
     return tile;
   }

@@ -106,7 +106,7 @@ def test_another_family_is_preferred_for_few_groups_of_query_heads(host: ModuleT
 
 
 def test_the_first_family_runs_if_each_expects_one_that_is_not_built_to_be_faster(host: ModuleType) -> None:
-    changes = {"batch": 1, "heads": 8, "heads_kv": 1, "has_bias": True, "bias_has_rows": True}
+    changes = {"batch": 1, "heads": 8, "heads_kv": 1, "has_bias": True, "bias_dtype": host.DType.kFloat32}
     assert plan_of(host, {"has_attention_sm90": True}, **changes).backend == "short"
 
 

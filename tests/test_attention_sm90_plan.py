@@ -261,9 +261,9 @@ SHARED_FLOAT32_BIAS = {
         ({"head_dim": 128, "has_bias": True, "need_dbias": True, "bias_dtype": "kFloat32"}, ""),
         ({"head_dim": 128, "has_bias": True, "bias_dtype": "kFloat32"}, "with attn_bias at head dimensions up to 128"),
         (SHARED_FLOAT32_BIAS, "with attn_bias at head dimensions up to 128"),
-        ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, "sm80 takes attn_bias until"),
+        ({"head_dim": 32, "has_bias": True, "need_dbias": True, "bias_has_rows": True}, ""),
         ({"head_dim": 128, "has_bias": True, "bias_has_rows": True, "softcap": 30.0}, "with attn_bias at head"),
-        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "sm80 takes"),
+        ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, ""),
         ({"head_dim": 64, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kFlash"}, "with attn_bias at"),
         ({"head_dim": 192, "has_bias": True, "bias_has_rows": True, "dropout_layout": "kEfficient64"}, "attn_bias and"),
         ({"head_dim": 32, "dropout_layout": "kEfficient32"}, ""),
@@ -654,12 +654,8 @@ def test_the_lse_and_delta_take_two_floats_per_padded_row(
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 257}, {"head_dim_v": 512}, {"head_dim": 512, "head_dim_v": 320}])
-def test_head_dimensions_above_256_need_a_request(host: ModuleType, changes: dict[str, int]) -> None:
-    plan = plan_of(host, {"has_attention_sm80": True}, **changes)
-    assert plan.backend == "sm80"
-    assert dict(plan.refusals)["sm90"] == 'above head dimension 256, only use_backend("sm90") selects it'
-    assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **changes).backend == "sm90"
-    assert plan_of(host, **changes).backend == "reference", "not even if no other kernel takes the call"
+def test_sm90_takes_head_dimensions_above_256(host: ModuleType, changes: dict[str, int]) -> None:
+    assert plan_of(host, {"has_attention_sm80": True}, **changes).backend == "sm90"
 
 
 def test_head_dimensions_above_256_need_no_accumulator(host: ModuleType) -> None:

@@ -151,14 +151,15 @@ def test_a_plan_refuses_what_no_generated_kernel_computes(
         plan_of(host, **MASKED, **changes, backend="sm90")
 
 
-@pytest.mark.parametrize("scores", [{"softcap": 30.0}, {"has_alibi": True}, {"has_score_mod": True}], ids=str)
-def test_scores_beside_a_block_mask_need_a_request_above_head_dimension_128(
-    host: ModuleType, scores: dict[str, Any]
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("scores", [{}, {"softcap": 30.0}, {"has_alibi": True}, {"has_score_mod": True}], ids=str)
+def test_sm90_computes_block_masks_of_16_bit_and_sm80_those_of_float32(
+    host: ModuleType, scores: dict[str, Any], head_dim: int
 ) -> None:
-    call = {"has_block_mask": True, "head_dim": 192, "head_dim_v": 192, **scores}
-    with pytest.raises(ValueError, match="above head dimension 128 only on request"):
-        plan_of(host, **call)
-    assert plan_of(host, **call, backend="sm90").backend == "sm90"
+    build = {"has_attention_sm80": True}
+    call = {"has_block_mask": True, "head_dim": head_dim, "head_dim_v": head_dim, **scores}
+    assert plan_of(host, build, **call).backend == "sm90"
+    assert plan_of(host, build, **call, dtype=host.DType.kFloat32).backend == "sm80"
 
 
 # ---- the source ----

@@ -23,7 +23,7 @@ NAMES = ("dq", "dk", "dv")
 
 @pytest.fixture(autouse=True)
 def _sm90() -> Iterator[None]:
-    """Ask for the sm90 kernels: the plan does not choose all of them yet."""
+    """Force the sm90 kernels, so that no test passes because another kernel ran."""
     with flashbwd.use_backend("sm90"):
         yield
 

@@ -231,10 +231,9 @@ def test_two_batch_entries_that_share_a_bias_share_work_tiles(changes: dict[str,
     ],
     ids=str,
 )
-def test_a_bias_goes_to_sm80_until_the_changed_kernels_have_run_on_a_gpu(changes: dict[str, Any]) -> None:
+def test_sm90_takes_a_bias_that_tma_can_load(changes: dict[str, Any]) -> None:
     shape = {**square(256, 256), "heads": 4, "heads_kv": 4, "head_dim": 32, "head_dim_v": 32}
-    assert plan_of(host, {"has_attention_sm80": True}, **shape | BIAS | changes).backend == "sm80"
-    assert plan_of(host, {"has_attention_sm80": True}, backend="sm90", **shape | BIAS | changes).backend == "sm90"
+    assert plan_of(host, {"has_attention_sm80": True}, **shape | BIAS | changes).backend == "sm90"
 
 
 @pytest.mark.parametrize(("seqlen", "heads", "innermost"), [(768, 4, False), (2048, 16, True), (2048, 1, False)])

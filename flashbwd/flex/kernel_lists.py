@@ -58,10 +58,7 @@ REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/pl
 
 
 def backend_option() -> str:
-    """Return the option ``backend`` of the operators for a call with a block mask.
-
-    Some of the kernels have not run on a GPU yet. They run only under ``use_backend``.
-    """
+    """Return the option ``backend`` of the operators for a call with a block mask, as ``use_backend`` forces it."""
     backend = _attention_arguments.backend()
     return backend if backend in ("sm80", "sm90") else "auto"
 

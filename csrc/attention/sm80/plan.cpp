@@ -27,9 +27,6 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
   if (problem.has_block_mask) {
-    if (problem.backend != "sm80") {
-      return "it takes a block mask only on request, because these kernels have not run on a GPU yet";
-    }
     if (problem.has_score_mod && (problem.softcap > 0.0 || problem.has_alibi)) {
       return "it takes no softcap or ALiBi with a score_mod that is compiled at run time";
     }

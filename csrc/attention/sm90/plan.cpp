@@ -79,12 +79,7 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   }
   if (!is_16bit(problem.dtype)) return std::string("it takes float16 and bfloat16, got ") + name_of(problem.dtype);
   if (problem.batch == 0 || problem.heads == 0) return "there is nothing to launch for an empty batch";
-  if (head_dim_512::is_for(problem)) {
-    const std::string reason = head_dim_512::refusal(problem);
-    // Return just the reason when the kernels have been compared with those of sm80 on a GPU.
-    if (!reason.empty() || problem.backend == "sm90") return reason;
-    return "above head dimension 256, only use_backend(\"sm90\") selects it";
-  }
+  if (head_dim_512::is_for(problem)) return head_dim_512::refusal(problem);
   if (problem.need_dbias && problem.softcap > 0.0)
     return "it does not compute the gradient of attn_bias together with softcap";
   if (problem.dropout_p > 0.0 && problem.dropout_layout == DropoutLayout::kEfficient32 &&
@@ -94,11 +89,6 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_block_mask) {
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
-    const bool changes_scores = problem.softcap > 0.0 || problem.has_alibi || problem.has_score_mod;
-    if (changes_scores && std::max(problem.head_dim, problem.head_dim_v) > 128 && problem.backend != "sm90") {
-      return "it takes a score_mod above head dimension 128 only on request, because these kernels have not run on a "
-             "GPU yet";
-    }
   }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {
@@ -132,9 +122,6 @@ std::string slower(const AttentionProblem& problem) {
   if (problem.has_bias && draws_words && 128 < head_dim && head_dim <= 192) {
     return "sm80 is faster with attn_bias and PyTorch's memory-efficient dropout at this head dimension";
   }
-  // The kernels that load a bias with TMA have changed since they last ran on a GPU (docs/lab/next_kernels.md).
-  if (copies_bias(kTiles[tile_of(problem)]))
-    return "sm80 takes attn_bias until the changed sm90 kernels have run on a GPU";
   if (head_dim > 128 || kTiles[tile_of(problem)].features != feature::kAny) return "";
   if (problem.has_bias) {
     const bool shared = problem.bias_broadcast_batch || problem.bias_broadcast_head;

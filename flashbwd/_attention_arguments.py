@@ -124,13 +124,21 @@ def _deterministic(asked: bool) -> bool:
 
 
 def operator_options(q: Tensor, *, rng_state: RngState | None = None, **given: Any) -> dict[str, Any]:
-    """Translate the public options to the operators' options (:class:`flashbwd.options.AttentionOptions`)."""
+    """Translate the public options to the operators' options (:class:`flashbwd.options.AttentionOptions`).
+
+    ``given`` and the result may lack options that have their default values.
+    """
     _arguments.tensor("q", q)
-    if rng_state is not None and _arguments.number("dropout_p", given["dropout_p"]) != 0.0:
+    if rng_state is not None and _arguments.number("dropout_p", given.get("dropout_p", 0.0)) != 0.0:
         given["rng_seed"], given["rng_offset"], given["rng_layout"] = _arguments.rng_words(rng_state)
-    given["window_left"], given["window_right"] = _window(given.pop("window_size"))
-    given["sink"] = _sink_logits(q, given["sink"])
-    given["causal"] = _causal_name(given["causal"])
-    given["deterministic"] = _deterministic(given["deterministic"])
-    given["backend"] = _backend
+    if "window_size" in given:
+        given["window_left"], given["window_right"] = _window(given.pop("window_size"))
+    if "sink" in given:
+        given["sink"] = _sink_logits(q, given["sink"])
+    if "causal" in given:
+        given["causal"] = _causal_name(given["causal"])
+    if _deterministic(given.get("deterministic", False)):
+        given["deterministic"] = True
+    if _backend != "auto":
+        given["backend"] = _backend
     return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,28 +150,29 @@ def attention_backward(
         If an argument is invalid, or the backend forced by :func:`use_backend` does not support the call. The message
         names the argument, its value and what was expected. The function raises before it launches a kernel.
     """
-    options = operator_options(
-        q,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        attn_bias=attn_bias,
-        key_mask=key_mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        dlse=dlse,
-        dropout_p=dropout_p,
-        rng_state=rng_state,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        deterministic=deterministic,
+    given = _given(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        attn_bias,
+        key_mask,
+        alibi_slopes,
+        sink,
+        dlse,
+        dropout_p,
+        rng_state,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        deterministic,
     )
-    options = _ops.without_defaults(options | {"allow_tf32": _ops.allow_tf32(q)})
+    options = operator_options(q, **given)
+    if _ops.allow_tf32(q):
+        options["allow_tf32"] = True
     if workspace is None and dq is None and dk is None and dv is None:
         dq, dk, dv, dbias, dsink = _ops.call_below_autograd(
             torch.ops.flashbwd.attention_backward, dout, q, k, v, out, softmax_lse, **options
@@ -201,3 +202,27 @@ def attention_backward(
         None if attn_bias is None else dbias,
         None if sink is None else dsink.to(sink.dtype),
     )
+
+
+#: The defaults of the options, which are all keyword arguments except the workspace and the outputs.
+DEFAULTS: dict[str, Any] = {
+    name: value
+    for name, value in (attention_backward.__kwdefaults__ or {}).items()
+    if name not in ("workspace", "dq", "dk", "dv")
+}
+_NAMES, _VALUES = tuple(DEFAULTS), tuple(DEFAULTS.values())
+
+
+def _given(*values: Any) -> dict[str, Any]:
+    """Return the options that differ from their defaults, by name. ``values`` are in the order of the signature.
+
+    PyTorch takes about 0.3 us to read an option that a caller passes. Only floats are compared by value, so that an
+    option of a wrong type reaches the operator, which refuses it.
+    """
+    if torch.compiler.is_compiling():
+        return dict(zip(_NAMES, values, strict=True))
+    return {
+        name: value
+        for name, value, default in zip(_NAMES, values, _VALUES, strict=True)
+        if value is not default and (type(value) is not float or value != default)
+    }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashbwd import _arguments, _ops
 from flashbwd._attention_arguments import operator_options
-from flashbwd._attention_backward import attention_backward
+from flashbwd._attention_backward import DEFAULTS
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def plan_attention_backward(
     TypeError
         If :func:`attention_backward` has no option of a given name.
     """
-    defaults: dict[str, Any] = dict(_PLAN_DEFAULTS)
-    unknown = sorted(set(options) - set(defaults))
+    unknown = sorted(set(options) - set(DEFAULTS))
     if unknown:
         raise TypeError(f"flashbwd: plan_attention_backward has no argument {unknown[0]!r}")
     described = _ops.call(
@@ -105,7 +104,7 @@ def plan_attention_backward(
         v,
         out,
         softmax_lse,
-        **operator_options(q, **(defaults | options)),
+        **operator_options(q, **options),
         allow_tf32=_ops.allow_tf32(q),
         dq=dq,
         dk=dk,
@@ -118,13 +117,6 @@ def plan_attention_backward(
     tile = fields.pop("tile")
     reasons = MappingProxyType(fields.pop("refusals"))
     return Plan(tile=None if tile is None else (tile[0], tile[1]), reasons=reasons, **fields)
-
-
-_PLAN_DEFAULTS = {
-    name: value
-    for name, value in (attention_backward.__kwdefaults__ or {}).items()
-    if name not in ("workspace", "dq", "dk", "dv")
-}
 
 
 def _plan_device(device: torch.device | str | None) -> int:

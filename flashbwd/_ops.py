@@ -98,20 +98,15 @@ def implement_reference(name: str, implementation: Callable[..., Any]) -> None:
         library.impl(name, keep_error, key)
 
 
+_REFUSED = (RuntimeError, TypeError, ValueError)
+
+
 def call(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Call an operator. Bad arguments raise ValueError; an exception of the reference backend is raised unchanged."""
     try:
         return operator(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as caught:
-        error, _failure.error = getattr(_failure, "error", None), None
-        if error is not None:
-            raise error from None
-        about_types = _arguments.is_about_types(caught)
-        if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
-            raise ValueError(message) from None
-        refusal = _last_refusal().decode()
-        if refusal and str(caught).startswith(refusal):
-            raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
+    except _REFUSED as caught:
+        _explain(caught, operator, args, kwargs)
         raise
 
 
@@ -122,8 +117,25 @@ def call_below_autograd(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """
     if torch.compiler.is_compiling() or may_be_refused(args, kwargs):
         return call(operator, *args, **kwargs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return call(operator, *args, **kwargs)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+    except _REFUSED as caught:
+        _explain(caught, operator, args, kwargs)
+        raise
+
+
+def _explain(caught: Exception, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise the error that a caller should see in place of ``caught``, if there is a better one."""
+    error, _failure.error = getattr(_failure, "error", None), None
+    if error is not None:
+        raise error from None
+    about_types = _arguments.is_about_types(caught)
+    if about_types and (message := _arguments.misfit(operator.default._schema, args, kwargs)):
+        raise ValueError(message) from None
+    refusal = _last_refusal().decode()
+    if refusal and str(caught).startswith(refusal):
+        raise ValueError(_refusals.complete(refusal, operator.default._schema, args, kwargs)) from None
 
 
 def register_fake(name: str, main: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -160,22 +172,6 @@ implement_reference("attention_backward_reference", _attention_backward_referenc
 
 _SCHEMA = torch.ops.flashbwd.attention_backward.default._schema
 _ARGUMENTS = [argument.name for argument in _SCHEMA.arguments]
-_DEFAULTS = {argument.name: argument.default_value for argument in _SCHEMA.arguments}
-
-
-def without_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an attention backward that differ from the operator's defaults.
-
-    PyTorch takes about 0.3 us to read an option that a caller passes. Only floats and strings are compared by value, so
-    that an option of a wrong type reaches the operator, which refuses it.
-    """
-    if torch.compiler.is_compiling():
-        return options
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not (default := _DEFAULTS[name]) and (type(value) not in (float, str) or value != default)
-    }
 
 
 def _bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from flashbwd import _arguments, _forward, _ops
 from flashbwd._attention_arguments import RngState, autocast_dtype, default_scale, operator_options, use_backend
 from flashbwd._attention_backward import AttentionGrads, attention_backward
 from flashbwd._attention_plan import Plan, plan_attention_backward
+from flashbwd.options import AttentionOptions
 
 __all__ = [
     "AttentionGrads",
@@ -159,7 +160,7 @@ def attention(
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(autocast_dtype(t)) for t in (q, k, v))
     _arguments.flag("return_lse", return_lse)
-    options = operator_options(
+    given = operator_options(
         q,
         softmax_scale=default_scale(q) if softmax_scale is None else softmax_scale,
         causal=causal,
@@ -176,6 +177,7 @@ def attention(
         max_seqlen_k=max_seqlen_k,
         deterministic=deterministic,
     )
+    options = AttentionOptions._field_defaults | given
     forward_options = [options[name] for name in _forward.OPTIONS]
     out, lse, _ = _ops.call(torch.ops.flashbwd.attention, q, k, v, *forward_options)
     return (out, lse) if return_lse else out

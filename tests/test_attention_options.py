@@ -88,7 +88,8 @@ def test_a_public_function_passes_its_options_to_the_operator(
     of_forward = function is flashbwd.attention
     public = options_of(flashbwd.attention if of_forward else flashbwd.attention_backward)
     values = {name: object() for name in public if name not in (*TRANSLATED, "sink", "deterministic")}
-    monkeypatch.setattr(_ops, "call", record)
+    for name in ("call", "call_below_autograd"):
+        monkeypatch.setattr(_ops, name, record)
     x = torch.zeros(1, 2, 1, 4)
     translated: dict[str, Any] = {"causal": "top_left", "window_size": (3, 5), "deterministic": True, "sink": x}
     with pytest.raises(CalledError) as called:

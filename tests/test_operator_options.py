@@ -38,9 +38,9 @@ def attention_tensors() -> list[torch.Tensor]:
     ("given", "expected"),
     [
         ({}, {}),
-        ({"softcap": 0.0, "dropout_p": 0.0, "causal": False, "window_size": (-1, -1)}, {}),
+        ({"softcap": 0.0, "dropout_p": 0.0, "causal": False, "deterministic": False}, {}),
         ({"causal": True, "softcap": 2.0}, {"causal": "bottom_right", "softcap": 2.0}),
-        ({"window_size": (1, -1), "deterministic": True}, {"window_left": 1, "deterministic": True}),
+        ({"window_size": (1, 2), "deterministic": True}, {"window_left": 1, "window_right": 2, "deterministic": True}),
         ({"softmax_scale": 0.5}, {"softmax_scale": 0.5}),
     ],
 )

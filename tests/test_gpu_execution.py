@@ -30,7 +30,10 @@ VARIANTS = {
     "dense_window_128": dataclasses.replace(MEDIUM, seqlen_q=450, window_size=(80, 9), head_dim=128, head_dim_v=128),
     "dense_many_heads": cases.BY_NAME["many_heads_deterministic"],
     "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
-    "dense_bias_pairs": dataclasses.replace(MEDIUM, batch=3, heads_kv=4, head_dim=32, head_dim_v=32, bias="1hqk"),
+    "dense_bias_tiles": dataclasses.replace(MEDIUM, seqlen_k=304, bias="b1qk"),  # rows that TMA can load
+    "dense_bias_pairs": dataclasses.replace(
+        MEDIUM, batch=3, heads_kv=4, seqlen_k=304, head_dim=32, head_dim_v=32, bias="1hqk"
+    ),
     "dense_softcap_256": dataclasses.replace(
         MEDIUM, seqlen_q=1500, seqlen_k=700, head_dim=256, head_dim_v=256, softcap=20.0
     ),

@@ -105,6 +105,7 @@ OTHERS: dict[str, Any] = {
     "masked": lambda s, b, h, q, k: torch.where(q >= k, s - SLOPES[h] * (q - k), -math.inf),
     "score_twice": lambda s, b, h, q, k: s + s - SLOPES[h] * (q - k),
     "random_slope": lambda s, b, h, q, k: s - torch.rand_like(s) * (q - k),
+    "infinite_softcap": lambda s, b, h, q, k: math.inf * torch.tanh(s / math.inf),
 }
 
 

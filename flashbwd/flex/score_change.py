@@ -6,6 +6,7 @@ absolute value, ALiBi adds ``slope * (kv_idx - q_idx - offset)``. That is the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def _recognised(score_mod: Mod, captures: Captures) -> ScoreChange | None:
         score = recognise_score(trace("score_mod", score_mod, True), captures)
     except CannotEmitError:
         return None
-    if score is None or score.bounds.all:
+    if score is None or score.bounds.all or not math.isfinite(score.softcap):
         return None
     if score.bias is None:
         return ScoreChange(score.softcap)

@@ -226,6 +226,9 @@ struct ScoreGradients : Consumer<Traits> {
       multiply_probabilities(dp);
     }
     mbarrier_arrive(&smem.p_empty[warp]);
+    // TMA may overwrite delta as soon as its only stage is empty, but the last loads may still be under way where the
+    // scores have features. With two stages it also waits for q_empty, which follows the next dS.
+    if constexpr (Traits::kDoutStages == 1 && !has_plain_scores(Traits::kTile)) fence_async_shared();
     mbarrier_arrive(&smem.dout_empty[stage]);
   }
 

@@ -105,8 +105,8 @@ class KernelCall:
         """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
         statistics = accumulator(query.dtype)
         pads = self.lists is not None
-        dout, out = (x.to(query.dtype) for x in (dout, out))
-        tensors = [_for_kernel(x, query.shape[0], pads) for x in (dout, query, key, value, out)]
+        batch, dtype = query.shape[0], query.dtype
+        tensors = [_for_kernel(x, dtype, batch, pads) for x in (dout, query, key, value, out)]
         options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
         if plan_device is not None:
             options["plan_device"] = plan_device
@@ -116,7 +116,7 @@ class KernelCall:
             options["alibi_slopes"] = self.slopes.tensor(query.device)
         operands = () if self.lists is None else self.lists.operands()
         try:
-            return _ops.call(operator, *tensors, lse.to(statistics), *operands, **options)
+            return _ops.call_below_autograd(operator, *tensors, lse.to(statistics), *operands, **options)
         except ValueError as error:
             if not any(words in str(error) for words in REFUSALS):
                 raise
@@ -126,28 +126,32 @@ class KernelCall:
 _VECTOR_BYTES = 16  # TMA loads only rows whose pointers and strides are multiples of it; sm80 loads these faster
 
 
-def _for_kernel(tensor: Tensor, batch: int, pads: bool) -> Tensor:
+def _for_kernel(tensor: Tensor, dtype: torch.dtype, batch: int, pads: bool) -> Tensor:
     """View (B or 1, H, S, D) as (B, S, H, D). Copies what a kernel cannot load, such as the expanded gradient of a sum.
 
     With ``pads``, rows are whole vectors. The columns are padded with zeros, which change neither the products nor the
     gradients of the other columns.
     """
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     broadcast = tensor.shape[0] < batch
-    rows = tensor.expand(batch, -1, -1, -1).transpose(1, 2)
-    padding = -rows.shape[3] * rows.element_size() % _VECTOR_BYTES // rows.element_size() if pads else 0
-    if padding:
-        return torch.nn.functional.pad(rows, (0, padding))
-    aligned = rows.shape[3] == 1 or rows.stride(3) == 1
-    if pads:
-        byte_strides = (stride * rows.element_size() for stride in rows.stride()[:3])
-        aligned = aligned and not any(stride % _VECTOR_BYTES for stride in byte_strides)
+    rows = (tensor.expand(batch, -1, -1, -1) if broadcast else tensor).transpose(1, 2)
+    columns, vector = rows.shape[3], _VECTOR_BYTES // dtype.itemsize
+    if pads and columns % vector:
+        return torch.nn.functional.pad(rows, (0, -columns % vector))
+    b, s, h, d = rows.stride()
+    aligned = d == 1 or columns == 1
+    if pads and aligned:
+        aligned = not (b % vector or s % vector or h % vector)
         aligned = aligned and (rows.is_meta or rows.data_ptr() % _VECTOR_BYTES == 0)
     return rows.clone(memory_format=torch.contiguous_format) if broadcast or not aligned else rows
 
 
 def _like_input(grad: Tensor, like: Tensor) -> Tensor:
     """View a gradient (B, S, H, D), maybe with padded columns, as that of an input. Sum it over a broadcast batch."""
-    grad = grad.transpose(1, 2)[..., : like.shape[3]]
+    grad = grad.transpose(1, 2)
+    if grad.shape[3] != like.shape[3]:
+        grad = grad[..., : like.shape[3]]
     return grad if grad.shape[0] == like.shape[0] else grad.sum(0, keepdim=True, dtype=torch.float32).to(grad.dtype)
 
 

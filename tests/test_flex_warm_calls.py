@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
-from flashbwd.flex import attention, modifications
+from flashbwd.flex import attention, backends, modifications
+from flashbwd.flex.kernel_lists import KernelLists
+from flashbwd.flex.tile import Tile
+from flashbwd.mods.captures import Recent
 
 SHAPE = Shape(seqlen_q=40, seqlen_k=40)
 BIAS = torch.zeros(4)
@@ -215,3 +219,77 @@ def test_lists_that_a_capture_could_not_read_are_checked_by_the_next_call(monkey
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(ValueError, match=r"block_mask\.kv_indices names block 9"):
         attention._check_block_mask(mask, lists, query, query)
+
+
+# ---- plans of score modifications that are compiled at run time ----
+
+
+class Planned:
+    """A kernel call whose plan names another kernel each time. It keeps the kernels that are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(backends, "_kernels", Recent(16))
+        self.plans = 0
+        self.launched: list[int] = []
+
+    def plan(self, *_: Any, **options: Any) -> str:
+        assert options["plan_device"] is None  # of tensors on the CPU
+        self.plans += 1
+        return json.dumps({"backend": "sm90", "config": self.plans})
+
+    def launch(self, _: Tensor, *tensors: Any, **options: Any) -> Any:
+        self.launched.append(options["kernel"])
+        return tensors[:3]
+
+    def operands(self, _: Tensor, kernel: Any) -> Any:
+        return {"kernel": kernel.tile}, []
+
+    def __call__(self, rows: int = 16, dtype: torch.dtype = torch.float32, **changes: Any) -> int:
+        sizes = changes.pop("sizes", (2, 4, rows, 8))
+        x, lse = torch.zeros(sizes, dtype=dtype), torch.zeros(sizes[:3])
+        x = x.transpose(1, 2).contiguous().transpose(1, 2) if changes.pop("rows_first", False) else x
+        empty = torch.zeros(changes.pop("entries", 0), 4)
+        lists = KernelLists(empty, empty, empty, changes.pop("covers", True), changes.pop("tile", Tile()))
+        dlse = lse if changes.pop("dlse", False) else None
+        options = {"softmax_scale": 1.0, "deterministic": False, "backend": "auto"} | changes
+        score_mod: Any = self
+        call = backends.KernelCall(self.launch, self.plan, options, lists, score_mod=score_mod)
+        call.gradients(x, x, x, x, x, lse, dlse)
+        return self.launched[-1]
+
+
+def test_equal_calls_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Planned(monkeypatch)
+    assert [call(), call(), call(48), call()] == [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": 17},
+        {"sizes": (4, 2, 16, 8)},
+        {"dtype": torch.float16},
+        {"rows_first": True},
+        {"entries": 1},
+        {"covers": False},
+        {"tile": Tile(128, 128)},
+        {"dlse": True},
+        {"deterministic": True},
+        {"backend": "sm80"},
+        {"allow_tf32": True},
+    ],
+    ids=str,
+)
+def test_a_call_that_differs_is_planned_again(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Planned(monkeypatch)
+    assert [call(), call(**change), call()] == [1, 2, 1]
+
+
+def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Planned(monkeypatch)
+    plan = call.plan
+    monkeypatch.setattr(call, "plan", lambda *_, **__: json.dumps({"backend": "reference", "refusals": {"sm90": "no"}}))
+    with pytest.raises(backends.UnsupportedError, match="sm90: no"):
+        call()
+    monkeypatch.setattr(call, "plan", plan)
+    assert call() == 1

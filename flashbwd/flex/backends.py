@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
-from flashbwd.flex.generated import GeneratedScoreMod, generated
+from flashbwd.flex.generated import GeneratedScoreMod, Kernel, generated, kernel_of_plan
 from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, backend_option, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.flex.tile import Tile
+from flashbwd.mods.captures import Recent
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
@@ -64,11 +65,10 @@ class KernelCall:
 
         Raises :class:`UnsupportedError` if no kernel computes the call.
         """
-        device = query.device.index if device is None else device
-        plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, device))
-        if plan["backend"] == "reference":
-            raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
-        return dict(plan)
+        operands, options = self._arguments(dout, query, key, value, out, lse, dlse)
+        if self.slopes is not None:  # a plan reads only the shape
+            options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
+        return self._plan(operands, options, query.device.index if device is None else device)
 
     def gradients(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
@@ -79,48 +79,63 @@ class KernelCall:
         :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
         takes them, for example because of their alignment.
         """
-        compiled: dict[str, Any] = {}
+        operands, options = self._arguments(dout, query, key, value, out, lse, dlse)
         of_captured: list[Tensor] = []
+        if self.slopes is not None:
+            options["alibi_slopes"] = self.slopes.tensor(query.device)
         if self.score_mod is not None:
-            plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
-            tf32 = self.options.get("allow_tf32", False)
-            compiled, of_captured = self.score_mod.operands(query, plan, tf32)
-        grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
+            kernel = self._kernel(operands, options, query.device.index)  # refuses before anything is compiled
+            compiled, of_captured = self.score_mod.operands(query, kernel)
+            options |= compiled
+        grads = _run(self.operator, operands, options)
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
 
-    def _run(
-        self,
-        operator: Any,
-        dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        plan_device: int | None = None,
-        **compiled: Any,
-    ) -> Any:
-        """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
-        statistics = accumulator(query.dtype)
-        pads = self.lists is not None
-        batch, dtype = query.shape[0], query.dtype
-        tensors = [_for_kernel(x, dtype, batch, pads) for x in (dout, query, key, value, out)]
-        options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
-        if plan_device is not None:
-            options["plan_device"] = plan_device
-        if self.slopes is not None and plan_device is not None:  # a plan reads only the shape
-            options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
-        elif self.slopes is not None:
-            options["alibi_slopes"] = self.slopes.tensor(query.device)
-        operands = () if self.lists is None else self.lists.operands()
-        try:
-            return _ops.call_below_autograd(operator, *tensors, lse.to(statistics), *operands, **options)
-        except ValueError as error:
-            if not any(words in str(error) for words in REFUSALS):
-                raise
-            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+    def _arguments(
+        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional arguments and the options of both operators, except those of ``score_mod``."""
+        batch, dtype, pads = query.shape[0], query.dtype, self.lists is not None
+        operands: list[Any] = [_for_kernel(x, dtype, batch, pads) for x in (dout, query, key, value, out)]
+        statistics = accumulator(dtype)
+        operands.append(lse if lse.dtype == statistics else lse.to(statistics))
+        if self.lists is not None:
+            operands += self.lists.operands()
+        return operands, self.options | {"dlse": None if dlse is None else dlse.to(statistics)}
+
+    def _plan(self, operands: list[Any], options: dict[str, Any], device: int) -> dict[str, Any]:
+        plan = json.loads(_run(self.plan_operator, operands, options | {"plan_device": device}))
+        if plan["backend"] == "reference":
+            raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
+        return dict(plan)
+
+    def _kernel(self, operands: list[Any], options: dict[str, Any], device: int) -> Kernel:
+        """Return the kernel that the operator will launch, from the plan of an earlier call if everything is equal.
+
+        A plan depends on no pointer, because :func:`_for_kernel` aligns all of them.
+        """
+        assert self.lists is not None
+        layouts = [(x.shape, x.stride(), x.dtype) for x in operands if isinstance(x, Tensor)]
+        others = (self.lists.covers, self.lists.tile, options["dlse"] is None, *self.options.items())
+        key = (self.plan_operator, device, *layouts, *others)
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = kernel_of_plan(self._plan(operands, options, device), options.get("allow_tf32", False))
+            _kernels.put(key, kernel)
+        return kernel
+
+
+_kernels: Recent[Kernel] = Recent(1024)
+
+
+def _run(operator: Any, operands: list[Any], options: dict[str, Any]) -> Any:
+    """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
+    try:
+        return _ops.call_below_autograd(operator, *operands, **options)
+    except ValueError as error:
+        if not any(words in str(error) for words in REFUSALS):
+            raise
+        raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
 
 
 _VECTOR_BYTES = 16  # TMA loads only rows whose pointers and strides are multiples of it; sm80 loads these faster

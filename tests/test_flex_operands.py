@@ -26,7 +26,7 @@ def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
         assert all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
     heads_first = [x.transpose(1, 2) for x in (q, k, v, out)]
     call = DecodingCall(None, None, options["softmax_scale"])
-    *grads, _ = decoding_backward(call, *heads_first, lse, dout.transpose(1, 2), options["dlse"], [])
+    *grads, _ = decoding_backward(call, *heads_first, lse, dout.transpose(1, 2), None, [])
     return [grad.transpose(1, 2).to(q.dtype) for grad in grads]
 
 

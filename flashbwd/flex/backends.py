@@ -101,7 +101,10 @@ class KernelCall:
         operands.append(lse if lse.dtype == statistics else lse.to(statistics))
         if self.lists is not None:
             operands += self.lists.operands()
-        return operands, self.options | {"dlse": None if dlse is None else dlse.to(statistics)}
+        options = dict(self.options)
+        if dlse is not None:
+            options["dlse"] = dlse.to(statistics)
+        return operands, options
 
     def _plan(self, operands: list[Any], options: dict[str, Any], device: int) -> dict[str, Any]:
         plan = json.loads(_run(self.plan_operator, operands, options | {"plan_device": device}))
@@ -116,7 +119,7 @@ class KernelCall:
         """
         assert self.lists is not None
         layouts = [(x.shape, x.stride(), x.dtype) for x in operands if isinstance(x, Tensor)]
-        others = (self.lists.covers, self.lists.tile, options["dlse"] is None, *self.options.items())
+        others = (self.lists.covers, self.lists.tile, "dlse" in options, *self.options.items())
         key = (self.plan_operator, device, *layouts, *others)
         kernel = _kernels.get(key)
         if kernel is None:
@@ -193,13 +196,17 @@ def choose(
         raise UnsupportedError("query is on the CPU")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
-    options: dict[str, Any] = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    # PyTorch takes up to 1 us to read an option, so those with their default values are left out.
+    options: dict[str, Any] = {"softmax_scale": float(call.scale)}
+    if deterministic:
+        options["deterministic"] = True
     if _ops.allow_tf32(query):
         options["allow_tf32"] = True
+    forced = {} if (backend := backend_option()) == "auto" else {"backend": backend}  # of a call with lists
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:
-        of_build = options | {"softcap": change.softcap}
+        of_build = options | ({"softcap": change.softcap} if change.softcap else {})
         if call.score_mod is not None and change.alibi is not None:
             slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
         if call.block_mask is None:
@@ -208,14 +215,12 @@ def choose(
         tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
         lists = _lists(lists_of, call, query, key, tile, deterministic)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            of_build["backend"] = backend_option()
-            return KernelCall(*_operators(name), of_build, lists, slopes)
+            return KernelCall(*_operators(name), of_build | forced, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
     lists = _lists(lists_of, call, query, key, _tile(name, query, value), deterministic)
-    options["backend"] = backend_option()
-    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+    return KernelCall(*_operators(name), options | forced, lists, score_mod=score_mod)
 
 
 def _operators(name: str) -> tuple[Any, Any]:

@@ -337,5 +337,5 @@ def worst(problem: Problem, gradients: Any) -> dict[str, float]:
 
 def largest_ratio(got: Tensor, expected: Tensor, limits: Tensor) -> float:
     """Return the largest ratio of error to limit; inf if an element is NaN."""
-    ratio = (got - expected).abs() / limits
+    ratio = (got.detach() - expected).abs() / limits
     return float(torch.where(ratio.isnan(), torch.inf, ratio).max())

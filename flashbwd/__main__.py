@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,7 +125,7 @@ def bench(options: argparse.Namespace) -> int:
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     chosen = [case for case in cases if any(text in f"{case.table}: {case.name}" for text in texts)]
     if not chosen:
-        print(f"flashbwd: no case of suite {options.suite} contains {options.cases!r}", file=sys.stderr)
+        print(no_case(options, cases), file=sys.stderr)
         return 2
     name = options.suite + ("-quick" if options.quick else "")
     directory = options.out or default_directory()
@@ -173,6 +174,16 @@ def write_report(found: results.Report, path: Path, compare: Path | None, earlie
         print(f"WRONG: {line}", file=sys.stderr)
 
 
+def no_case(options: argparse.Namespace, cases: Sequence[Any]) -> str:
+    """Return the message that ``--cases`` selects no case of a suite, with some that it could."""
+    names = [f'"{case.table}: {case.name}"' for case in cases]
+    step = -(-len(names) // 5)
+    return (
+        f"flashbwd: --cases is {options.cases!r}, expected a part of the name of a case of suite {options.suite}, such "
+        f"as {', '.join(names[::step])}"
+    )
+
+
 def bench_scale(options: argparse.Namespace) -> int:
     """Run the suite that needs several devices, and write its report."""
     from flashbwd.bench import scale  # imports torch.distributed
@@ -184,7 +195,7 @@ def bench_scale(options: argparse.Namespace) -> int:
     path = runner.result_path(directory, suite + ("-quick" if options.quick else ""), name)
     texts = [part.strip() for part in options.cases.split(",") if part.strip()] or [""]
     if not scale.chosen_cases(options.quick, texts):
-        print(f"flashbwd: no case of suite {scale.SUITE} contains {options.cases!r}", file=sys.stderr)
+        print(no_case(options, scale.chosen_cases(options.quick, [""])), file=sys.stderr)
         return 2
     try:
         found = scale.run_suite(path, quick=options.quick, texts=texts)

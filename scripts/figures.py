@@ -35,16 +35,18 @@ MARKER = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)
 
 # The newest complete run of each suite. benchmarks/results holds only these runs.
 H100 = "nvidia-h100-80gb-hbm3"
+H200 = "nvidia-h200"
 FILES = {
     "attention": f"{H100}-attention-20261128-204517",
     "attention_features": f"{H100}-attention_features-20261123-101529",
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
-    "short": "nvidia-h200-short-20261129-000846",
+    "short": f"{H200}-short-20261129-000846",
+    "triangle": f"{H200}-triangle-20261129-040523",
     "cpu": "amd-epyc-all-20261121-015643",
-    "scale_2": "nvidia-h200-scale_2-20261128-211445",
-    "scale_4": "nvidia-h200-scale_4-20261128-211048",
+    "scale_2": f"{H200}-scale_2-20261128-211445",
+    "scale_4": f"{H200}-scale_4-20261128-211048",
 }
 
 
@@ -222,6 +224,10 @@ SUMMARY = [
             (cases.ANY_PEER, "the fastest of PyTorch's"), (cases.COPY, "a device copy of the same bytes")
         )
     ),
+    Row(
+        "triangle attention (a bias that all rows share, with its gradient), D {head_dim}, S {seqlen}", SM90, EFFICIENT,
+        "the memory-efficient backward", {"table": "triangle"}, ("triangle",),
+    ),
     *(
         Row(heading, cases.NORM, cases.COPY, "a device copy of the same bytes", {"table": tables}, ("layer_norm",))
         for heading, tables in (
@@ -303,11 +309,12 @@ def headline() -> str:
 FIGURES = {SUSTAINED: "settled clock", COOL: "short slots", EAGER: "eager, with the host"}
 
 
-def summary() -> str:
-    """Return SUMMARY as a table, with one column per figure that the runs contain."""
-    held = [figure for figure in FIGURES if any(row.selected(figure) for row in SUMMARY)]
+def summary(gpu: str) -> str:
+    """Return the rows of SUMMARY that were measured on a GPU, with one column per figure that the runs contain."""
+    rows = [row for row in SUMMARY if FILES[row.suites[0]].startswith(gpu)]
+    held = [figure for figure in FIGURES if any(row.selected(figure) for row in rows)]
     names = ["speed, as a ratio"] if held == [COOL] else [FIGURES[figure] for figure in held]
-    return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in SUMMARY))
+    return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in rows))
 
 
 def missed() -> str:
@@ -396,7 +403,8 @@ def scaling(of_table: str) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
-    "summary": summary,
+    "summary-h100": lambda: summary(H100),
+    "summary-h200": lambda: summary(H200),
     "missed": missed,
     "runs": runs,
     "cpu": lambda: times("cpu"),
@@ -424,6 +432,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sm90-scores": lambda: every_case(ATTENTION, SM90, [EFFICIENT, SM80], table={"bias", "scores"}),
     "sm80": lambda: every_case(ATTENTION, SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
     "short": lambda: every_case(["short"], cases.SHORT, [CUDNN, EFFICIENT, FLASH, cases.COPY, SM90, SM80]),
+    "triangle": lambda: every_case(["triangle"], SM90, [EFFICIENT, SM80, ORDERED]),
     "layer-norm": lambda: every_case(["layer_norm"], cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
     "decoding": lambda: every_case(
         ["decoding"], cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -72,6 +73,27 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         take_ratios(item)
+
+
+def gpu_is_lost() -> bool:
+    """Whether CUDA calls of this process fail from now on, as after an illegal memory access."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    """End a worker whose GPU context is lost. pytest-xdist names its test and replaces it, so other tests still run."""
+    report: pytest.TestReport = yield
+    if report.failed and WORKER is not None and gpu_is_lost():
+        print(f"{item.nodeid}, {report.when}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

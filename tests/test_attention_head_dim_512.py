@@ -1,4 +1,4 @@
-"""The sm90 kernels for head dimensions 257 to 512, which only a request selects: gradients and bitwise determinism."""
+"""The sm90 kernels for head dimensions 257 to 512: gradients and bitwise determinism."""
 
 from __future__ import annotations
 

@@ -653,6 +653,33 @@ def test_the_lse_and_delta_take_two_floats_per_padded_row(
     assert plan.workspace.delta_bytes == 2 * rows * 4 + flags
 
 
+@pytest.mark.parametrize("lists", [{}, {"has_block_mask": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        {},
+        {"softcap": 30.0},
+        {"has_alibi": True},
+        {"softcap": 30.0, "has_alibi": True},
+        {"has_bias": True, "bias_of_keys": True},
+        {"has_bias": True, "bias_has_rows": True},
+        {"dropout_layout": "kFlash"},
+        {"has_score_mod": True},
+    ],
+    ids=str,
+)
+def test_a_kernel_reads_block_lists_or_is_compiled_at_run_time_only_for_calls_that_are(
+    host: ModuleType, scores: dict[str, Any], head_dim: int, lists: dict[str, Any]
+) -> None:
+    call = {**given(host, scores), **lists, "head_dim": head_dim, "head_dim_v": head_dim}
+    try:
+        plan = plan_of(host, backend="sm90", **call)
+    except ValueError:
+        return
+    assert host.sm90_needs(plan) == (call.get("has_block_mask", False), call.get("has_score_mod", False))
+
+
 @pytest.mark.parametrize("changes", [{"head_dim": 257}, {"head_dim_v": 512}, {"head_dim": 512, "head_dim_v": 320}])
 def test_sm90_takes_head_dimensions_above_256(host: ModuleType, changes: dict[str, int]) -> None:
     assert plan_of(host, {"has_attention_sm80": True}, **changes).backend == "sm90"

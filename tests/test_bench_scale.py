@@ -66,8 +66,13 @@ def test_the_bars_apply_from_64k_tokens_per_device() -> None:
     assert Bar("flashbwd ring", ONE_FLASHBWD, 1.8) in bars
 
 
-def test_a_case_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
-    assert main(["bench", "--suite", "scale", "--cases", "no such case", "--out", str(tmp_path)]) == 2
+@pytest.mark.parametrize(("suite", "name"), [("scale", "scale: fp32 S256"), ("all", "cpu: fp32 B1 S512")])
+def test_a_case_that_does_not_exist_is_an_error_that_names_some_that_do(
+    suite: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--suite", suite, "--cases", "no such case", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "--cases is 'no such case'" in said and f'"{name}' in said
 
 
 @pytest.mark.parametrize("rows", [0, 3, 8, 20])

@@ -30,6 +30,14 @@ VARIANTS = {
     "dense_window_128": dataclasses.replace(MEDIUM, seqlen_q=450, window_size=(80, 9), head_dim=128, head_dim_v=128),
     "dense_many_heads": cases.BY_NAME["many_heads_deterministic"],
     "dense_bias": dataclasses.replace(MEDIUM, bias="1hqk"),
+    "dense_bias_tiles": dataclasses.replace(MEDIUM, seqlen_k=304, bias="b1qk"),  # rows that TMA can load
+    "dense_bias_pairs": dataclasses.replace(
+        MEDIUM, batch=3, heads_kv=4, seqlen_k=304, head_dim=32, head_dim_v=32, bias="1hqk"
+    ),
+    "dense_softcap_256": dataclasses.replace(
+        MEDIUM, seqlen_q=1500, seqlen_k=700, head_dim=256, head_dim_v=256, softcap=20.0
+    ),
+    "dense_512": dataclasses.replace(MEDIUM, causal=True, head_dim=512, head_dim_v=512),
     "dense_wide": dataclasses.replace(MEDIUM, head_dim=320, head_dim_v=512, causal=True, bias="bh1k", dropout_p=0.1),
     "dense_dropout": dataclasses.replace(MEDIUM, dropout_p=0.2),
     "varlen_causal": dataclasses.replace(PACKED, causal=True),
@@ -114,9 +122,10 @@ def test_a_captured_graph_replays_with_other_inputs(name: str, target: Target) -
 
 
 @pytest.mark.parametrize("target", KERNELS)
-def test_a_replayed_graph_reads_the_current_lengths(target: Target) -> None:
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_a_replayed_graph_reads_the_current_lengths(head_dim: int, target: Target) -> None:
     """The lengths are on the device, and each replay reads their current values."""
-    first = built("varlen_causal", target, deterministic=True, slack=60)
+    first = built("varlen_causal", target, deterministic=True, slack=60, head_dim=head_dim, head_dim_v=head_dim)
     arguments = arguments_of(first)
     run(first, target[1])
     graph = torch.cuda.CUDAGraph()

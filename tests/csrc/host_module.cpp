@@ -293,6 +293,14 @@ void bind_plan(py::module_& m) {
       },
       "Of a plan of this family: bytes of shared memory and threads of a CTA, and whether its tile has every feature.");
   m.def(
+      "sm90_needs",
+      [](const AttentionPlan& plan) {
+        const uint32_t features = sm90::kTiles[plan.config].features;
+        return py::make_tuple((features & sm90::feature::kBlockMask) != 0,
+                              (features & sm90::feature::kGenerated) != 0);
+      },
+      "Of a plan of this family: whether its kernel reads block lists, and whether it is compiled at run time.");
+  m.def(
       "short_launch",
       [](const AttentionPlan& plan) {
         return py::make_tuple(plan.short_sequences.shared.bytes, plan.short_sequences.slots);

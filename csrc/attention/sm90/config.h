@@ -151,14 +151,15 @@ constexpr int early_iterations(const Tile& tile) { return !is_large(tile) && til
 constexpr bool has_bias_gradient(const Tile& tile) { return tile.head_dim <= 192; }
 
 // The first row of kTiles that fits these head dimensions and computes all of these features, or -1. Rows with fewer
-// features come first. `by_queries`: a tile with Tile::by_queries will do. `batch_entries`: the most that may share a
-// work tile.
+// features come first. A kernel for block masks or a generated score_mod computes no call without. `by_queries`: a tile
+// with Tile::by_queries will do. `batch_entries`: the most that may share a work tile.
 constexpr int find_tile(int64_t head_dim, int64_t head_dim_v, uint32_t features, bool by_queries,
                         int32_t batch_entries = 1) {
   for (int i = 0; i < kNumTiles; ++i) {
     const Tile& tile = kTiles[i];
     const bool holds = head_dim <= tile.head_dim && head_dim_v <= tile.head_dim_v && (by_queries || !tile.by_queries);
     if (tile.batch_entries > batch_entries) continue;
+    if (((features ^ tile.features) & (feature::kBlockMask | feature::kGenerated)) != 0) continue;
     if (is_built(tile.head_dim) && holds && (features & ~tile.features) == 0) return i;
   }
   return -1;

@@ -313,7 +313,9 @@ def test_lists_know_the_diagonal_of_unequal_lengths(compiled: list[Any]) -> None
 def test_a_plan_reads_only_the_shape_of_the_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slopes, "tensor", lambda *_: pytest.fail("evaluated"))
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(backends._ops, "call", lambda *_, **options: seen.update(options) or '{"backend": "sm90"}')
+    monkeypatch.setattr(
+        backends._ops, "call_below_autograd", lambda *_, **options: seen.update(options) or '{"backend": "sm90"}'
+    )
     call = chosen(FORMS["by_batch"][0], 75, 75)
     rows = torch.empty(B, H, 75, 64, device="meta", dtype=torch.bfloat16)
     call.plan(rows, rows, rows, rows, rows, torch.empty(B, H, 75, device="meta"), None, 0)

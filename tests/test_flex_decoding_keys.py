@@ -196,7 +196,7 @@ def itself(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 NOT_PROVABLE: dict[str, Any] = {
     "class": lambda s, b, h, q, k: s * Config.window,
-    "instance": lambda s, b, h, q, k: s * layer.own,
+    "instance": lambda s, b, h, q, k: s * layer.own if layer else s,
     "property": lambda s, b, h, q, k: s * layer.gain,
     "method": layer.of_class,
     "method_called": lambda s, b, h, q, k: s * layer.read(),

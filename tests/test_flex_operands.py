@@ -26,7 +26,7 @@ def kernel(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
         assert all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
     heads_first = [x.transpose(1, 2) for x in (q, k, v, out)]
     call = DecodingCall(None, None, options["softmax_scale"])
-    *grads, _ = decoding_backward(call, *heads_first, lse, dout.transpose(1, 2), options["dlse"], [])
+    *grads, _ = decoding_backward(call, *heads_first, lse, dout.transpose(1, 2), None, [])
     return [grad.transpose(1, 2).to(q.dtype) for grad in grads]
 
 
@@ -70,8 +70,8 @@ def test_head_dimensions_that_tma_cannot_load_are_padded(head_dim: int, head_dim
 
 def test_padding_follows_the_bytes_of_an_element() -> None:
     operands = problem(36, 36, dtype=torch.bfloat16)  # 72 bytes: a multiple of 16 needs 40 columns
-    assert backends._for_kernel(operands["query"], 3, True).shape[3] == 40
-    assert backends._for_kernel(operands["query"].float(), 3, True).shape[3] == 36
+    assert backends._for_kernel(operands["query"], torch.bfloat16, 3, True).shape[3] == 40
+    assert backends._for_kernel(operands["query"], torch.float32, 3, True).shape[3] == 36
     assert [grad.shape[3] for grad in run(operands)] == [36, 36, 36]
 
 
@@ -104,10 +104,10 @@ def test_tensors_that_tma_can_load_are_not_copied(layout: str) -> None:
     query = problem(8, 8)["query"]
     if layout == "rows first":
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
-    assert backends._for_kernel(query, 3, True).data_ptr() == query.data_ptr()
+    assert backends._for_kernel(query, query.dtype, 3, True).data_ptr() == query.data_ptr()
 
 
 def test_a_kernel_without_tma_gets_views_of_any_rows() -> None:
     query = torch.nn.functional.pad(problem(5, 5)["query"], (0, 2))[..., :5]
-    view = backends._for_kernel(query, 3, False)
+    view = backends._for_kernel(query, query.dtype, 3, False)
     assert view.shape == (3, 9, 4, 5) and view.data_ptr() == query.data_ptr()

@@ -55,7 +55,8 @@ def modifications() -> dict[str, tuple[Any, ...]]:
     def by_object(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s + gain.value * table[h, k]
 
-    mods = flashbwd.compile_mods(lambda s, b, h, q, k, *, table: s + gain.value * table[h, k])
+    gains = [0.5]
+    mods = flashbwd.compile_mods(lambda s, b, h, q, k, *, table: s + gains[0] * table[h, k])
 
     def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
         return q + SEQLEN_K - 9 >= k
@@ -69,8 +70,9 @@ def modifications() -> dict[str, tuple[Any, ...]]:
         "a table of biases": (lambda s, b, h, q, k: s + table[h, k], None),
         "two masks by and_masks": (None, and_masks(causal, lambda b, h, q, k: k < length)),
         "three tensors, and a length by mask": (scaled_and_moved, lambda b, h, q, k: k < length),
-        "an object, traced at each call": (by_object, None),
-        "an object, by compile_mods": (mods(table=table).score_mod, None),
+        "an attribute of an object": (by_object, None),
+        "a list, traced at each call": (lambda s, b, h, q, k: s + gains[0] * table[h, k], None),
+        "a list, by compile_mods": (mods(table=table).score_mod, None),
         "pages of PyTorch's PagedAttention": (None, causal, {}),
         "none; the lse too": (None, None, {"return_lse": True}),
         "ALiBi and causal BlockMask; the lse too": (alibi, causal, {"return_lse": True}),

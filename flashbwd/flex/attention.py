@@ -283,18 +283,12 @@ def check_call(
     operands = {"query": query, "key": key, "value": value}
     captured: list[Tensor] = []
     mask_captured: list[Tensor] = []
+    lists: list[Tensor] = []
     if score_mod is not None:
         captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype))
     if block_mask is not None:
-        arguments.check_block_mask(block_mask, query, key)
-        lengths = (query.shape[2], key.shape[2])
-        if not (query.is_cuda and torch.cuda.is_current_stream_capturing()):  # a capture can't read the lists
-            kept(
-                block_mask,
-                ("checked", lengths),
-                tensors_of(block_mask),
-                lambda: arguments.check_lists(block_mask, lengths),
-            )
+        lists = tensors_of(block_mask)
+        _check_block_mask(block_mask, lists, query, key)
         mask_captured = captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
     call = DecodingCall(
         score_mod=score_mod,
@@ -304,9 +298,23 @@ def check_call(
         rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
         mask_captured=tuple(mask_captured),
     )
-    lists = [] if block_mask is None else tensors_of(block_mask)
     read = [*(tensor for tensor in captured if not tensor.requires_grad), *mask_captured, *lists]
     return call, [tensor for tensor in captured if tensor.requires_grad], read
+
+
+def _check_block_mask(block_mask: BlockMask, lists: list[Tensor], query: Tensor, key: Tensor) -> None:
+    """Check a block mask and its lists, once for each shape of the call."""
+    batch, heads, seqlen_q, _ = query.shape
+    lengths = (seqlen_q, key.shape[2])
+    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def check() -> None:
+        arguments.check_block_mask(block_mask, query, key)
+        if not capturing:  # a capture can't read the lists
+            arguments.check_lists(block_mask, lengths)
+
+    of_mask = (tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
+    kept(block_mask, ("checked", capturing, batch, heads, *lengths, query.device, *of_mask), lists, check)
 
 
 def _requires_order(deterministic: bool) -> bool:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from flashbwd import _ops
 from flashbwd.flex.cache import kernel_lists_of
-from flashbwd.flex.generated import GeneratedScoreMod, generated
+from flashbwd.flex.generated import GeneratedScoreMod, Kernel, generated, kernel_of_plan
 from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, backend_option, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.flex.tile import Tile
+from flashbwd.mods.captures import Recent
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import accumulator
 
@@ -64,11 +65,10 @@ class KernelCall:
 
         Raises :class:`UnsupportedError` if no kernel computes the call.
         """
-        device = query.device.index if device is None else device
-        plan = json.loads(self._run(self.plan_operator, dout, query, key, value, out, lse, dlse, device))
-        if plan["backend"] == "reference":
-            raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
-        return dict(plan)
+        operands, options = self._arguments(dout, query, key, value, out, lse, dlse)
+        if self.slopes is not None:  # a plan reads only the shape
+            options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
+        return self._plan(operands, options, query.device.index if device is None else device)
 
     def gradients(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
@@ -79,75 +79,97 @@ class KernelCall:
         :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
         takes them, for example because of their alignment.
         """
-        compiled: dict[str, Any] = {}
+        operands, options = self._arguments(dout, query, key, value, out, lse, dlse)
         of_captured: list[Tensor] = []
+        if self.slopes is not None:
+            options["alibi_slopes"] = self.slopes.tensor(query.device)
         if self.score_mod is not None:
-            plan = self.plan(dout, query, key, value, out, lse, dlse)  # refuses before anything is compiled
-            tf32 = self.options.get("allow_tf32", False)
-            compiled, of_captured = self.score_mod.operands(query, plan, tf32)
-        grads = self._run(self.operator, dout, query, key, value, out, lse, dlse, **compiled)
+            kernel = self._kernel(operands, options, query.device.index)  # refuses before anything is compiled
+            compiled, of_captured = self.score_mod.operands(query, kernel)
+            options |= compiled
+        grads = _run(self.operator, operands, options)
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
 
-    def _run(
-        self,
-        operator: Any,
-        dout: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dlse: Tensor | None,
-        plan_device: int | None = None,
-        **compiled: Any,
-    ) -> Any:
-        """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
-        statistics = accumulator(query.dtype)
-        pads = self.lists is not None
-        dout, out = (x.to(query.dtype) for x in (dout, out))
-        tensors = [_for_kernel(x, query.shape[0], pads) for x in (dout, query, key, value, out)]
-        options = self.options | compiled | {"dlse": None if dlse is None else dlse.to(statistics)}
-        if plan_device is not None:
-            options["plan_device"] = plan_device
-        if self.slopes is not None and plan_device is not None:  # a plan reads only the shape
-            options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
-        elif self.slopes is not None:
-            options["alibi_slopes"] = self.slopes.tensor(query.device)
-        operands = () if self.lists is None else self.lists.operands()
-        try:
-            return _ops.call(operator, *tensors, lse.to(statistics), *operands, **options)
-        except ValueError as error:
-            if not any(words in str(error) for words in REFUSALS):
-                raise
-            raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
+    def _arguments(
+        self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional arguments and the options of both operators, except those of ``score_mod``."""
+        batch, dtype, pads = query.shape[0], query.dtype, self.lists is not None
+        operands: list[Any] = [_for_kernel(x, dtype, batch, pads) for x in (dout, query, key, value, out)]
+        statistics = accumulator(dtype)
+        operands.append(lse if lse.dtype == statistics else lse.to(statistics))
+        if self.lists is not None:
+            operands += self.lists.operands()
+        options = dict(self.options)
+        if dlse is not None:
+            options["dlse"] = dlse.to(statistics)
+        return operands, options
+
+    def _plan(self, operands: list[Any], options: dict[str, Any], device: int) -> dict[str, Any]:
+        plan = json.loads(_run(self.plan_operator, operands, options | {"plan_device": device}))
+        if plan["backend"] == "reference":
+            raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in plan["refusals"].items()))
+        return dict(plan)
+
+    def _kernel(self, operands: list[Any], options: dict[str, Any], device: int) -> Kernel:
+        """Return the kernel that the operator will launch, from the plan of an earlier call if everything is equal.
+
+        A plan depends on no pointer, because :func:`_for_kernel` aligns all of them.
+        """
+        assert self.lists is not None
+        layouts = [(x.shape, x.stride(), x.dtype) for x in operands if isinstance(x, Tensor)]
+        others = (self.lists.covers, self.lists.tile, "dlse" in options, *self.options.items())
+        key = (self.plan_operator, device, *layouts, *others)
+        kernel = _kernels.get(key)
+        if kernel is None:
+            kernel = kernel_of_plan(self._plan(operands, options, device), options.get("allow_tf32", False))
+            _kernels.put(key, kernel)
+        return kernel
+
+
+_kernels: Recent[Kernel] = Recent(1024)
+
+
+def _run(operator: Any, operands: list[Any], options: dict[str, Any]) -> Any:
+    """Run an operator. Only a refusal of all kernels is an UnsupportedError: other errors are not hidden."""
+    try:
+        return _ops.call_below_autograd(operator, *operands, **options)
+    except ValueError as error:
+        if not any(words in str(error) for words in REFUSALS):
+            raise
+        raise UnsupportedError(str(error).removeprefix("flashbwd: ")) from None
 
 
 _VECTOR_BYTES = 16  # TMA loads only rows whose pointers and strides are multiples of it; sm80 loads these faster
 
 
-def _for_kernel(tensor: Tensor, batch: int, pads: bool) -> Tensor:
+def _for_kernel(tensor: Tensor, dtype: torch.dtype, batch: int, pads: bool) -> Tensor:
     """View (B or 1, H, S, D) as (B, S, H, D). Copies what a kernel cannot load, such as the expanded gradient of a sum.
 
     With ``pads``, rows are whole vectors. The columns are padded with zeros, which change neither the products nor the
     gradients of the other columns.
     """
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     broadcast = tensor.shape[0] < batch
-    rows = tensor.expand(batch, -1, -1, -1).transpose(1, 2)
-    padding = -rows.shape[3] * rows.element_size() % _VECTOR_BYTES // rows.element_size() if pads else 0
-    if padding:
-        return torch.nn.functional.pad(rows, (0, padding))
-    aligned = rows.shape[3] == 1 or rows.stride(3) == 1
-    if pads:
-        byte_strides = (stride * rows.element_size() for stride in rows.stride()[:3])
-        aligned = aligned and not any(stride % _VECTOR_BYTES for stride in byte_strides)
+    rows = (tensor.expand(batch, -1, -1, -1) if broadcast else tensor).transpose(1, 2)
+    columns, vector = rows.shape[3], _VECTOR_BYTES // dtype.itemsize
+    if pads and columns % vector:
+        return torch.nn.functional.pad(rows, (0, -columns % vector))
+    b, s, h, d = rows.stride()
+    aligned = d == 1 or columns == 1
+    if pads and aligned:
+        aligned = not (b % vector or s % vector or h % vector)
         aligned = aligned and (rows.is_meta or rows.data_ptr() % _VECTOR_BYTES == 0)
     return rows.clone(memory_format=torch.contiguous_format) if broadcast or not aligned else rows
 
 
 def _like_input(grad: Tensor, like: Tensor) -> Tensor:
     """View a gradient (B, S, H, D), maybe with padded columns, as that of an input. Sum it over a broadcast batch."""
-    grad = grad.transpose(1, 2)[..., : like.shape[3]]
+    grad = grad.transpose(1, 2)
+    if grad.shape[3] != like.shape[3]:
+        grad = grad[..., : like.shape[3]]
     return grad if grad.shape[0] == like.shape[0] else grad.sum(0, keepdim=True, dtype=torch.float32).to(grad.dtype)
 
 
@@ -174,13 +196,17 @@ def choose(
         raise UnsupportedError("query is on the CPU")
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
-    options: dict[str, Any] = {"softmax_scale": float(call.scale), "deterministic": deterministic}
+    # PyTorch takes up to 1 us to read an option, so those with their default values are left out.
+    options: dict[str, Any] = {"softmax_scale": float(call.scale)}
+    if deterministic:
+        options["deterministic"] = True
     if _ops.allow_tf32(query):
         options["allow_tf32"] = True
+    forced = {} if (backend := backend_option()) == "auto" else {"backend": backend}  # of a call with lists
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:
-        of_build = options | {"softcap": change.softcap}
+        of_build = options | ({"softcap": change.softcap} if change.softcap else {})
         if call.score_mod is not None and change.alibi is not None:
             slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
         if call.block_mask is None:
@@ -189,14 +215,12 @@ def choose(
         tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
         lists = _lists(lists_of, call, query, key, tile, deterministic)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            of_build["backend"] = backend_option()
-            return KernelCall(*_operators(name), of_build, lists, slopes)
+            return KernelCall(*_operators(name), of_build | forced, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
     lists = _lists(lists_of, call, query, key, _tile(name, query, value), deterministic)
-    options["backend"] = backend_option()
-    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+    return KernelCall(*_operators(name), options | forced, lists, score_mod=score_mod)
 
 
 def _operators(name: str) -> tuple[Any, Any]:

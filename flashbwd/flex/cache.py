@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,7 +22,7 @@ from flashbwd.reference.modifications import mask_captures
 __all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "lists_of", "version_of"]
 
 _Value = TypeVar("_Value")
-_State = tuple["weakref.ref[Tensor]", int]  # a tensor and its version
+_State = tuple["weakref.ref[Tensor]", int, torch.Size]  # a tensor, its version and its shape
 
 _known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[list[_State], Any]]] = weakref.WeakKeyDictionary()
 # A replayed graph reads its lists by address, and nothing says when a graph is destroyed: they are never freed.
@@ -33,13 +34,13 @@ def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callab
 
     Writes by a replayed CUDA graph are not seen, nor are writes to inference tensors, which do not count them.
     """
-    # Not id(tensor): another tensor may get the id of one that was freed.
     read = list(tensors)
-    state = [(weakref.ref(tensor), version_of(tensor)) for tensor in read]
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
     if found is not None and _is_state_of(found[0], read):
         return cast(_Value, found[1])
+    # Not id(tensor): another tensor may get the id of one that was freed.
+    state = [(weakref.ref(tensor), version_of(tensor), tensor.shape) for tensor in read]
     value = make()
     entries[key] = (state, value)
     return value
@@ -51,16 +52,22 @@ def version_of(tensor: Tensor) -> int:
 
 
 def _is_state_of(state: list[_State], tensors: list[Tensor]) -> bool:
-    return len(state) == len(tensors) and all(
-        known() is tensor and version == version_of(tensor)
-        for (known, version), tensor in zip(state, tensors, strict=True)
-    )
+    if len(state) != len(tensors):
+        return False
+    for (known, version, shape), tensor in zip(state, tensors, strict=True):
+        if known() is not tensor or version != version_of(tensor) or shape != tensor.shape:
+            return False
+    return True
+
+
+_lists_of_mask = operator.attrgetter(
+    *(f"{prefix}_{kind}" for prefix in ("kv", "full_kv", "q", "full_q") for kind in ("num_blocks", "indices"))
+)
 
 
 def tensors_of(block_mask: BlockMask) -> list[Tensor]:
     """Return the list tensors of a BlockMask."""
-    names = [f"{prefix}_{kind}" for prefix in ("kv", "full_kv", "q", "full_q") for kind in ("num_blocks", "indices")]
-    return [tensor for name in names if (tensor := getattr(block_mask, name)) is not None]
+    return [tensor for tensor in _lists_of_mask(block_mask) if tensor is not None]
 
 
 def lists_of(

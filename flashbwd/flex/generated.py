@@ -46,17 +46,15 @@ class GeneratedScoreMod:
     captured: list[Tensor]
     differentiable: Sequence[Tensor]
 
-    def operands(self, query: Tensor, plan: Mapping[str, Any], tf32: bool) -> tuple[dict[str, Any], list[Tensor]]:
+    def operands(self, query: Tensor, kernel: Kernel) -> tuple[dict[str, Any], list[Tensor]]:
         """Return the arguments of the operator, and the gradients to which the kernel adds, which are zero.
 
         The kernel is compiled at its first call. Raises :class:`UnsupportedError` if that fails.
 
         Parameters
         ----------
-        plan : mapping
-            Of the call.
-        tf32 : bool
-            Whether products of float32 inputs are rounded to TF32.
+        kernel : Kernel
+            Of the call's plan.
         """
         gradients = [torch.zeros(t.shape, dtype=sum_dtype(t), device=t.device) for t in self.differentiable]
         slots = self.gradient.slots
@@ -64,7 +62,7 @@ class GeneratedScoreMod:
             "captured": self.captured,
             "gradients": [gradients[i] for i in slots],
             "gradient_slots": list(slots.values()),
-            "kernel": _kernel(self.gradient.source, kernel_of_plan(plan, tf32), query.dtype, query.device.index),
+            "kernel": _kernel(self.gradient.source, kernel, query.dtype, query.device.index),
         }
         return arguments, gradients
 

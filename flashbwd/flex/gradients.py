@@ -19,6 +19,10 @@ def _ignore(reason: UnsupportedError) -> None:
     pass
 
 
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def gradients(
     call: DecodingCall,
     query: Tensor,
@@ -46,11 +50,11 @@ def gradients(
     if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
         dq, dk, dv = (torch.zeros_like(tensor) for tensor in inputs)
         return dq, dk, dv, [torch.zeros_like(tensor) for tensor in captured]
-    q, k, v = query.detach(), key.detach(), value.detach()
+    q, k, v, out, lse = (_detached(tensor) for tensor in (query, key, value, out, lse))
     try:
         kernel = backends.choose(call, q, k, v, captured, deterministic, lists_of)
-        given = torch.zeros_like(out) if dout is None else dout.detach()
-        *grads, found = kernel.gradients(given, q, k, v, out.detach(), lse.detach(), dlse)
+        given = torch.zeros_like(out) if dout is None else _detached(dout)
+        *grads, found = kernel.gradients(given, q, k, v, out, lse, dlse)
         return (
             grads[0],
             grads[1],
@@ -60,6 +64,6 @@ def gradients(
     except UnsupportedError as reason:
         on_refusal(reason)
     with torch.no_grad(), arguments.without_autocast(query.device):
-        *grads, found = decoding_backward(call, q, k, v, out.detach(), lse.detach(), dout, dlse, captured)
+        *grads, found = decoding_backward(call, q, k, v, out, lse, dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
     return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]

@@ -124,7 +124,7 @@ def _in_order(grad: Tensor, like: Tensor, order: Sequence[int]) -> Tensor:
     strides = _dense_strides(like.shape, order)
     pairs = zip(grad.shape, grad.stride(), strides, strict=True)
     if grad.dtype == like.dtype and all(size == 1 or have == want for size, have, want in pairs):
-        return grad.as_strided(grad.shape, strides)
+        return grad if list(grad.stride()) == strides else grad.as_strided(grad.shape, strides)
     return like.new_empty_strided(like.shape, strides).copy_(grad)
 
 

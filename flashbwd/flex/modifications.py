@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,18 +11,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashbwd import _arguments
+from flashbwd.mods.captures import Captures, Recent
+from flashbwd.mods.trace import READS
 from flashbwd.reference.modifications import CapturedTensors, Mod
 
 __all__ = ["captured_of", "name_of"]
 
 
-class _RefuseWrites(TorchDispatchMode):
-    """Raises before an operator writes to a captured tensor or a view of one."""
+# For functions that have been checked: the positions of the tensors that they read among those of ``Captures``.
+_known: Recent[list[int]] = Recent(1024)
+
+
+class _Watch(TorchDispatchMode):
+    """Raises before an operator writes to a captured tensor or a view of one. Notes whether the host reads a value."""
 
     def __init__(self, name: str, found: CapturedTensors) -> None:
         super().__init__()
         self.name = name
         self.found = found
+        self.reads_values = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -30,6 +37,7 @@ class _RefuseWrites(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.reads_values |= func.overloadpacket in READS
         if func._schema.is_mutable:
             storages = {_storage(tensor) for tensor in self.found.captured.values()}
             for i, argument in enumerate(func._schema.arguments):
@@ -50,15 +58,6 @@ def _storage(value: Any) -> int | None:
         return None
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the ranges of memory between the first and the last element of two tensors overlap."""
-    storage = _storage(a)
-    if storage is None or storage != _storage(b) or not a.numel() or not b.numel():
-        return False
-    (first_a, last_a), (first_b, last_b) = _byte_range(a), _byte_range(b)
-    return first_a < last_b and first_b < last_a
-
-
 def _byte_range(tensor: Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset()) * tensor.element_size()
     elements = 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -68,7 +67,9 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 def captured_of(
     name: str, mod: Mod, with_score: bool, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Call a modification once on scalars, check what it does, and return the tensors that it captures.
+    """Check a modification, and return the tensors that it captures.
+
+    It is called on scalars, unless a function with the same key has been checked before.
 
     Parameters
     ----------
@@ -88,11 +89,31 @@ def captured_of(
         If the function raises.
     """
     device = operands["query"].device
+    captures = Captures(mod)
+    key = None if captures.key is None else (captures.key, with_score, dtype, device)
+    positions = None if key is None else _known.get(key)
+    if positions is not None:
+        captured = [captures.tensors[position] for position in positions]
+    else:
+        captured, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
+        found = [captures.position(tensor) for tensor in captured]
+        if key is not None and None not in found and not reads_values:  # a value may decide what is read
+            _known.put(key, cast(list[int], found))
+    if captured:
+        _check_captured(name, captured, operands)
+    return captured
+
+
+def _call_on_scalars(
+    name: str, mod: Mod, with_score: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[list[Tensor], bool]:
+    """Return the tensors that a modification captures, and whether the host reads a value. Check the result."""
     indices = torch.zeros(4, device=device, dtype=torch.int32).unbind()
     arguments = (torch.zeros((), device=device, dtype=dtype), *indices) if with_score else indices
     found = CapturedTensors(arguments)
+    watch = _Watch(name, found)
     try:
-        with torch.enable_grad(), found, _RefuseWrites(name, found):
+        with torch.enable_grad(), found, watch:
             result = mod(*arguments)
     except ValueError as error:
         if str(error).startswith("flashbwd: "):
@@ -101,10 +122,7 @@ def captured_of(
     except Exception as error:
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
     _check_result(name, result, with_score)
-    captured = list(found.captured.values())
-    for tensor in captured:
-        _check_captured(name, tensor, operands, device)
-    return captured
+    return list(found.captured.values()), watch.reads_values
 
 
 def _check_result(name: str, result: Any, with_score: bool) -> None:
@@ -118,14 +136,26 @@ def _check_result(name: str, result: Any, with_score: bool) -> None:
         raise ValueError(f"flashbwd: {name} returned {dtype}, expected {expected}")
 
 
-def _check_captured(name: str, tensor: Tensor, operands: Mapping[str, Tensor], device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"flashbwd: {name} captures a tensor on {tensor.device}, expected query's {device}")
-    for operand, value in operands.items():
-        if tensor is value or _overlap(tensor, value):
-            raise ValueError(
-                f"flashbwd: {name} reads {operand}, expected a function of the score, the indices and other tensors"
-            )
+def _check_captured(name: str, captured: list[Tensor], operands: Mapping[str, Tensor]) -> None:
+    device = operands["query"].device
+    by_storage = {operand: _storage(value) for operand, value in operands.items()}
+    for tensor in captured:
+        if tensor.device != device:
+            raise ValueError(f"flashbwd: {name} captures a tensor on {tensor.device}, expected query's {device}")
+        storage = _storage(tensor)
+        for operand, value in operands.items():
+            if tensor is value or (storage is not None and storage == by_storage[operand] and _overlap(tensor, value)):
+                raise ValueError(
+                    f"flashbwd: {name} reads {operand}, expected a function of the score, the indices and other tensors"
+                )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether the ranges between the first and the last element overlap, for tensors of the same storage."""
+    if not a.numel() or not b.numel():
+        return False
+    (first_a, last_a), (first_b, last_b) = _byte_range(a), _byte_range(b)
+    return first_a < last_b and first_b < last_a
 
 
 def name_of(mod: Mod | None, tensor: Tensor) -> str | None:

@@ -112,10 +112,11 @@ class Slopes:
     def tensor(self, device: torch.device) -> Tensor:
         """Return the slopes in float32. They are evaluated once if the function captures no tensor."""
         captures = Captures(self.score_mod)
+        if self.alibi.captured is not None:  # no evaluation, which would cost several small kernels
+            slopes = captures.tensors[self.alibi.captured].detach()
+            slopes = slopes if slopes.shape[0] == self.heads else slopes[: self.heads]
+            return slopes.contiguous() if self.alibi.factor == 1 else slopes * self.alibi.factor
         with torch.no_grad():
-            if self.alibi.captured is not None:  # no evaluation, which would cost several small kernels
-                slopes = captures.tensors[self.alibi.captured][: self.heads]
-                return slopes.contiguous() if self.alibi.factor == 1 else slopes * self.alibi.factor
             if captures.key is None or captures.tensors or _is_capturing(device):
                 return self._evaluated(device)
             key = (captures.key, self.shape, device)

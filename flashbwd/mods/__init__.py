@@ -1,6 +1,8 @@
 """Compiles Python modifications of attention scores (score_mod and mask_mod) to CUDA kernels.
 
 captures   a key that is equal for functions that compute the same, and the tensors that a function captures
+code       the names and attributes that a function's code looks up
+attributes reads attributes of objects without running code of their classes
 handle     compile_mods: functions that may read any object and take their tensors as named arguments
 trace      traces a function to a graph of operators on scalars
 built_in   recognises built-in modifications (causal, window, softcap, ALiBi), which need no compilation

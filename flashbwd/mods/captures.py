@@ -1,8 +1,9 @@
 """Keys for Python functions. Two functions with equal keys compute the same from the tensors that they capture.
 
 A function has a key only if it reads nothing but its code, immutable constants, tensors (the key holds their dtype,
-shape, strides and device), plain functions that have a key, and tuples of these. A function that can reach anything
-else (an object, a class, a method, a list, a module other than torch and math) has no key. It is traced at every call.
+shape, strides and device), plain functions that have a key, tuples of these, and attributes of objects that are such
+values (``layer.config.window``). A function that can reach anything else (an object as a whole, a class, a method, a
+property, a list, a module other than torch and math) has no key. It is traced at every call.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import math
 import types
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from flashbwd.mods.attributes import HasCodeError, attribute
+from flashbwd.mods.code import Code, Path, read_code
+
 _CONSTANTS = frozenset({type(None), bool, int, str, bytes, torch.dtype, torch.device})
 _MODULES = (torch, nn.functional, math)
 _TENSORS = (Tensor, nn.Parameter)
+# The types of values that _value describes. All others are objects, of which only attributes can be described.
+_DESCRIBED = _CONSTANTS | {float, tuple, types.ModuleType, types.BuiltinFunctionType, types.FunctionType, *_TENSORS}
 _DEEPEST = 8  # nesting depth of functions and tuples
 
 # Functions of these modules and attributes of tensors whose results depend only on the arguments.
@@ -238,8 +243,19 @@ def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
         key += (Tensor, position)
 
 
+_known_codes: Recent[Code] = Recent(4096)
+
+
+def _code_of(function: types.FunctionType) -> Code:
+    known = _known_codes.get(id(function.__code__))
+    if known is None:
+        known = read_code(function.__code__)
+        _known_codes.put(id(function.__code__), known)
+    return known
+
+
 def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor], depth: int) -> None:
-    code = _known_codes.get(id(function.__code__)) or _read_code(function.__code__)
+    code = _code_of(function)
     if function.__dict__:
         raise _NotProvableError
     key += (types.FunctionType, code)
@@ -249,48 +265,48 @@ def _function(function: types.FunctionType, key: list[Any], tensors: list[Tensor
     if function.__kwdefaults__:
         key.append(tuple(function.__kwdefaults__))
         _value(tuple(function.__kwdefaults__.values()), key, tensors, depth)
-    for cell in function.__closure__ or ():
+    objects: set[str] = set()  # variables
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             value = cell.cell_contents
         except ValueError as error:  # an empty cell
             raise _NotProvableError from error
-        _value(value, key, tensors, depth)
+        _variable(name, value, code, objects, key, tensors, depth)
     surroundings = function.__globals__
+    attributes: list[str] = []
     for name in code.names:
         if name in surroundings:
             key.append(name)
-            _value(surroundings[name], key, tensors, depth)
+            _variable(name, surroundings[name], code, objects, key, tensors, depth)
         elif name not in _KNOWN_NAMES:
+            attributes.append(name)
+    for name in attributes:
+        if name not in code.readers or not code.readers[name] <= objects:
             raise _NotProvableError
 
 
-# ---- code ----
+def _variable(
+    name: str, value: Any, code: Code, objects: set[str], key: list[Any], tensors: list[Tensor], depth: int
+) -> None:
+    """As :func:`_value`. An object is added to ``objects``, and described by the attributes that the code reads."""
+    if type(value) in _DESCRIBED or name not in code.paths:
+        _value(value, key, tensors, depth)
+        return
+    objects.add(name)
+    for path in code.paths[name]:
+        _attribute(value, path, key, tensors, depth)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Code:
-    """A code object and all names that it looks up: global variables, builtins, attributes and imports.
-
-    The object keeps the code alive, so that its id stays unique. :func:`_function` must know every name, because a code
-    object does not tell which kind a name is.
-    """
-
-    code: types.CodeType
-    names: tuple[str, ...]
-
-
-_known_codes: Recent[_Code] = Recent(4096)
-
-
-def _read_code(code: types.CodeType) -> _Code:
-    known = _Code(code, tuple(dict.fromkeys(_names(code))))
-    _known_codes.put(id(code), known)
-    return known
-
-
-def _names(code: types.CodeType) -> list[str]:
-    names = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _names(constant)
-    return names
+def _attribute(value: Any, path: Path, key: list[Any], tensors: list[Tensor], depth: int) -> None:
+    """Describe the first value on a path of attributes that is not an object. The rest must be known attributes."""
+    rest = len(path)
+    while rest and (rest == len(path) or type(value) not in _DESCRIBED):
+        try:
+            value = attribute(value, path[-rest])
+        except HasCodeError as error:
+            raise _NotProvableError from error
+        rest -= 1
+    if rest and not _KNOWN_NAMES.issuperset(path[-rest:]):
+        raise _NotProvableError
+    key += (object, rest)
+    _value(value, key, tensors, depth + 1)

@@ -101,14 +101,15 @@ def _tensor_names(owner: str, function: Callable[..., Tensor]) -> tuple[str, ...
 def compile_mods(
     score_mod: Callable[..., Tensor] | None = None, mask_mod: Callable[..., Tensor] | None = None
 ) -> CompiledMods:
-    """Create a handle for modifications of ``flex_decoding``, which traces them only once, even if they read objects.
+    """Create a handle for modifications of ``flex_decoding``, which traces them only once, whatever they read.
 
-    Without a handle, ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors and plain
-    functions. It traces a function that reads anything else (an object, a method, a list) at every call, because the
-    object may have changed. With a handle, the caller promises that only the named tensors change::
+    Without a handle, ``flex_decoding`` reuses the trace of a function that reads only numbers, tensors, plain functions
+    and attributes of objects that hold these. It traces a function that reads anything else (a method, a property, a
+    list) at every call, because the result may have changed. With a handle, the caller promises that only the named
+    tensors change::
 
         def biased(score, b, h, q_idx, kv_idx, *, table):
-            return score + layer.gain * table[h, kv_idx]
+            return score + gains[layer.index] * table[h, kv_idx]
 
         mods = flashbwd.compile_mods(biased)
         for table in tables:

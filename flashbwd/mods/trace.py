@@ -23,7 +23,7 @@ from flashbwd.reference.modifications import GatherByIndex, Mod
 
 aten = torch.ops.aten
 
-_READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero})
+READS = frozenset({aten._local_scalar_dense, aten.is_nonzero, aten.equal, aten.nonzero})
 _HOST_METHODS = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr})
 # Operators that select a part of a captured tensor. Any other operator would need the whole tensor.
 _CHOOSES = frozenset({aten.index, aten.select, aten.detach, aten.alias})
@@ -135,7 +135,7 @@ class _Recorder(TorchDispatchMode):
         self.alive.append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _READS:
+        if func.overloadpacket in READS:
             raise CannotEmitError(
                 f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
             )

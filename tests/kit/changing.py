@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ class Layer:
 
 GAIN = {"now": 1.0}
 layer = Layer()
+settings = SimpleNamespace(gain=1.0)
 
 
 def helper() -> Any:
@@ -79,6 +81,11 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[pytest.MonkeyPatch], None]
     "slots": (
         lambda: (lambda s, b, h, q, k: s + layer.own * torch.cos(k),),
         lambda patch: patch.setattr(layer, "own", 3.0),
+        lambda: (lambda s, b, h, q, k: s + 3.0 * torch.cos(k),),
+    ),
+    "attribute": (
+        lambda: (lambda s, b, h, q, k: s + settings.gain * torch.cos(k),),
+        lambda patch: patch.setattr(settings, "gain", 3.0),
         lambda: (lambda s, b, h, q, k: s + 3.0 * torch.cos(k),),
     ),
     "shape": (

@@ -9,7 +9,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,9 @@ def gpu_is_lost() -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """End a worker whose GPU context is lost. pytest-xdist names its test and replaces it, so other tests still run."""
-    report: pytest.TestReport = yield
+    report = yield
     if report.failed and WORKER is not None and gpu_is_lost():
         print(f"{item.nodeid}, {report.when}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
         os._exit(1)

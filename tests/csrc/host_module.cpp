@@ -296,8 +296,7 @@ void bind_plan(py::module_& m) {
       "sm90_needs",
       [](const AttentionPlan& plan) {
         const uint32_t features = sm90::kTiles[plan.config].features;
-        return py::make_tuple((features & sm90::feature::kBlockMask) != 0,
-                              (features & sm90::feature::kGenerated) != 0);
+        return py::make_tuple((features & sm90::feature::kBlockMask) != 0, (features & sm90::feature::kGenerated) != 0);
       },
       "Of a plan of this family: whether its kernel reads block lists, and whether it is compiled at run time.");
   m.def(

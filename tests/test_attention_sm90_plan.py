@@ -209,17 +209,19 @@ def test_dropout_numbers_that_wrap_around_within_a_head_are_refused(
     assert ("wraps around" in dict(plan.refusals).get("sm90", "")) is not taken
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [
-        {"softcap": 30.0},
-        {"has_alibi": True},
-        {"softcap": 30.0, "has_alibi": True},
-        {"has_bias": True, "bias_of_keys": True},
-        {"softcap": 30.0, "has_bias": True, "bias_of_keys": True},
-    ],
-    ids=str,
-)
+CHANGED_SCORES: list[dict[str, Any]] = [
+    {"softcap": 30.0},
+    {"has_alibi": True},
+    {"softcap": 30.0, "has_alibi": True},
+]
+CHANGED_BY_KEY = [
+    *CHANGED_SCORES,
+    {"has_bias": True, "bias_of_keys": True},
+    {"softcap": 30.0, "has_bias": True, "bias_of_keys": True},
+]
+
+
+@pytest.mark.parametrize("feature", CHANGED_BY_KEY, ids=str)
 @pytest.mark.parametrize(
     ("head_dim", "others", "tile"),
     [
@@ -653,31 +655,23 @@ def test_the_lse_and_delta_take_two_floats_per_padded_row(
     assert plan.workspace.delta_bytes == 2 * rows * 4 + flags
 
 
-@pytest.mark.parametrize("lists", [{}, {"has_block_mask": True}], ids=str)
+WITHOUT_LISTS = [{}, *CHANGED_BY_KEY, {"has_bias": True, "bias_has_rows": True}, {"dropout_layout": "kFlash"}]
+WITH_LISTS = [{"has_block_mask": True, **scores} for scores in ({}, *CHANGED_SCORES, {"has_score_mod": True})]
+
+
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 72, 96, 128, 136, 192, 200, 256])
-@pytest.mark.parametrize(
-    "scores",
-    [
-        {},
-        {"softcap": 30.0},
-        {"has_alibi": True},
-        {"softcap": 30.0, "has_alibi": True},
-        {"has_bias": True, "bias_of_keys": True},
-        {"has_bias": True, "bias_has_rows": True},
-        {"dropout_layout": "kFlash"},
-        {"has_score_mod": True},
-    ],
-    ids=str,
-)
-def test_a_kernel_reads_block_lists_or_is_compiled_at_run_time_only_for_calls_that_are(
-    host: ModuleType, scores: dict[str, Any], head_dim: int, lists: dict[str, Any]
+@pytest.mark.parametrize("call", [*WITHOUT_LISTS, *WITH_LISTS], ids=str)
+def test_a_kernel_reads_block_lists_or_is_compiled_at_run_time_only_for_calls_that_need_it(
+    host: ModuleType, call: dict[str, Any], head_dim: int
 ) -> None:
-    call = {**given(host, scores), **lists, "head_dim": head_dim, "head_dim_v": head_dim}
-    try:
-        plan = plan_of(host, backend="sm90", **call)
-    except ValueError:
-        return
+    plan = plan_of(host, backend="sm90", head_dim=head_dim, head_dim_v=head_dim, **given(host, call))
     assert host.sm90_needs(plan) == (call.get("has_block_mask", False), call.get("has_score_mod", False))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_score_mod_that_is_compiled_at_run_time_needs_block_lists(host: ModuleType, head_dim: int) -> None:
+    with pytest.raises(ValueError, match="it has no tile with these features"):
+        plan_of(host, backend="sm90", head_dim=head_dim, head_dim_v=head_dim, has_score_mod=True)
 
 
 @pytest.mark.parametrize("changes", [{"head_dim": 257}, {"head_dim_v": 512}, {"head_dim": 512, "head_dim_v": 320}])

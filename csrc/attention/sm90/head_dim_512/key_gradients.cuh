@@ -206,10 +206,10 @@ __device__ void compute_key_gradients(const KernelParams& params, typename Trait
 #pragma unroll
     for (int i = 0; i < Traits::accumulators(kHalf); ++i) gradient[i] *= params.attention.softmax_scale;
   }
-  named_barrier_sync(kConsumersBarrier, 2 * kWarpgroupThreads);  // no product reads the streamed tiles any more
+  // Each warpgroup stages in the columns of a streamed tile that it alone has read.
   store_gradient<typename Traits::T, Traits::atoms_of(kHalf)>(
       kRank == kRankOfDk ? params.dk : params.dv, smem.work, Traits::first_atom(kHalf) * kAtomColumns,
-      smem.streamed[kHalf], kWarpgroupBarrier + kHalf, gradient);
+      smem.streamed[kHalf] + Traits::first_atom(kHalf) * kAtomBytes, kWarpgroupBarrier + kHalf, gradient);
 }
 
 template <typename Traits, int32_t kRank>

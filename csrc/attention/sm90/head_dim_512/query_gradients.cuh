@@ -149,7 +149,7 @@ struct QueryGradientsConsumer {
     fence_async_shared();
 #pragma unroll
     for (int atom = 0; atom < Traits::kRegisterAtoms; ++atom) {
-      arrive_warp(&smem.v_empty[Traits::kFreeSlots + atom], place.lane);
+      mbarrier_arrive(&smem.v_empty[Traits::kFreeSlots + atom]);
     }
   }
 
@@ -172,7 +172,7 @@ struct QueryGradientsConsumer {
       }
       if (atom > 0) {
         wait_products<1>();
-        arrive_warp(&smem.v_empty[before], place.lane);
+        mbarrier_arrive(&smem.v_empty[before]);
       }
       before = slot;
       const bool wraps = slot + 1 == Traits::kSlots;
@@ -180,7 +180,7 @@ struct QueryGradientsConsumer {
       slot_phase ^= wraps;
     }
     wait_products<0>();
-    arrive_warp(&smem.v_empty[before], place.lane);
+    mbarrier_arrive(&smem.v_empty[before]);
     fence_registers(dp);
   }
 };

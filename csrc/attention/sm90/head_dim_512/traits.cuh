@@ -8,10 +8,7 @@
 
 namespace flashbwd::sm90::head_dim_512 {
 
-enum NamedBarrier : uint32_t {
-  kConsumersBarrier = 1,  // both consumer warpgroups
-  kWarpgroupBarrier,      // one of them; two barriers
-};
+constexpr uint32_t kWarpgroupBarrier = 1;  // named barriers of the consumer warpgroups, one each
 
 constexpr int kStages = 2;  // of streamed tiles; consumer warpgroup w starts with the tiles of stage w
 constexpr int kWarps = kWarpgroupThreads / 32;
@@ -70,10 +67,11 @@ struct Traits {
     uint8_t dout[kAtoms][kAtomBytes];
     WorkTile work;
     uint64_t q_full, dout_full;
-    uint64_t landed[2];                        // Loader::load, of the warps that load k and v
-    uint64_t k_full[2], k_empty[2];            // of each half of k
-    uint64_t v_full[kSlots], v_empty[kSlots];  // every warp of the warpgroup of dP arrives
-    uint64_t dp_full, ds_full;                 // every thread of the warpgroup that has written arrives
+    uint64_t landed[2];              // Loader::load, of the warps that load k and v
+    uint64_t k_full[2], k_empty[2];  // of each half of k
+    // Every thread of the warpgroup of dP arrives, because racecheck does not follow warps, and threads load dout.
+    uint64_t v_full[kSlots], v_empty[kSlots];
+    uint64_t dp_full, ds_full;  // every thread of the warpgroup that has written arrives
 
     __device__ __forceinline__ uint8_t* value_slot(int32_t slot) {
       return slot < kFreeSlots ? values[slot] : dout[slot - kFreeSlots];
@@ -104,7 +102,7 @@ struct Traits {
       mbarrier_init(&smem.k_full[half], 1);
       mbarrier_init(&smem.k_empty[half], half == 0 ? kWarps : 2 * kWarps);  // the warpgroup of S reads both halves
     }
-    init_ring(smem.v_full, 1, smem.v_empty, kWarps);
+    init_ring(smem.v_full, 1, smem.v_empty, kWarpgroupThreads);
     mbarrier_init(&smem.dp_full, kWarpgroupThreads);
     mbarrier_init(&smem.ds_full, kWarpgroupThreads);
     fence_mbarrier_init();

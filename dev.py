@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent
 ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
 MADE = ENV / "made.txt"  # exists if the environment is complete; otherwise the next run creates it again
-WORKERS = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]  # options of pytest-xdist
+WORKERS = ["-n", "auto", "--maxprocesses", "16", "--dist", "worksteal"]  # options of pytest-xdist
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 

@@ -22,7 +22,7 @@ from flashbwd.attention import attention, attention_backward
 from flashbwd.integrations.context_plan import Call, Plan, Range, plan
 from flashbwd.integrations.context_split import ContextSplit, RowSplit, check_rows
 
-_KV_HEAD_GROUPS = 4  # groups of KV heads that are exchanged one after another, if there are as many KV heads
+_KV_HEAD_GROUPS = 2  # that are exchanged one after another; more make calls too small (docs/lab/scale.md)
 
 
 @torch.compiler.disable

@@ -1,7 +1,7 @@
 """Runs everything that needs a GPU: tests, compute-sanitizer, random calls, benchmarks; packs the results.
 
     python benchmarks/gpu_run.py OUT                          all stages, one after the other
-    python benchmarks/gpu_run.py OUT --concurrent             tests, sanitizer and random calls at the same time
+    python benchmarks/gpu_run.py OUT --concurrent             host, tests, sanitizer and fuzz at the same time
     python benchmarks/gpu_run.py OUT --stage tests --resume   one stage, without the steps that an earlier run finished
     python benchmarks/gpu_run.py OUT --select sm90 --jobs 15  only tests that match, in 15 processes
     python benchmarks/gpu_run.py OUT --stage tests --seed 7   property tests with the examples of an earlier run
@@ -14,6 +14,8 @@ failed steps run again and passed ones stay; the record lists the commits.
 
 On a machine with several GPUs, every step uses another one as its first GPU, and so does every test process. Failures
 of tests are in ``OUT/summaries/STEP.failures.txt`` as soon as they happen, also if the step is stopped later.
+
+The stage ``host`` runs the tests that need no GPU: some of them take another way on a machine that has one.
 
 The property tests of the stage ``tests`` draw their examples from a seed, which is new in every run. The run prints the
 seed, and ``OUT/state.json`` and the record contain it. A resumed run keeps the seed.
@@ -45,11 +47,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 
-from gpu_steps import FAILED, INCOMPLETE, LEFT, LIBRARIES, Plan, Step, file_name, shared_jobs, steps_of  # noqa: E402
+from gpu_steps import FAILED, HOST, INCOMPLETE, LEFT, LIBRARIES, Plan, Step, file_name, shared_jobs, steps_of  # noqa: E402
 from kit.gpu_lock import devices_from  # noqa: E402
 
-STAGES = ("check", "tests", "sanitizer", "fuzz", "bench")
-CONCURRENT = ("tests", "sanitizer", "fuzz")  # stages that do not measure time
+STAGES = ("check", HOST, "tests", "sanitizer", "fuzz", "bench")
+CONCURRENT = (HOST, "tests", "sanitizer", "fuzz")  # stages that do not measure time
 ARCHIVE = "flashbwd-gpu.tar.gz"
 SHORTEST_STEP_S = 15.0  # with less time left, no step begins
 TO_FINISH_A_CASE_S = 45.0  # the benchmark starts no new case in the last seconds of its step
@@ -222,13 +224,16 @@ def in_parallel(calls: Sequence[Callable[[], None]], workers: int) -> None:
 
 
 def run_concurrently(stages: Sequence[Stage]) -> None:
-    """Run stages at the same time, after the steps that must be alone on the GPUs."""
-    steps = {stage: list(steps_of(stage.name, stage.plan)) for stage in stages}
-    for stage, own in steps.items():
-        stage.run([step for step in own if step.alone])
-    in_parallel(
-        [partial(stage.run, [step for step in own if not step.alone]) for stage, own in steps.items()], len(steps)
-    )
+    """Run stages at the same time, after the steps that must be alone on the GPUs; the stage ``host`` beside them."""
+    steps = {stage: list(steps_of(stage.name, stage.plan)) for stage in stages if stage.name != HOST}
+
+    def run_on_gpus() -> None:
+        for stage, own in steps.items():
+            stage.run([step for step in own if step.alone])
+        others = {stage: [step for step in own if not step.alone] for stage, own in steps.items()}
+        in_parallel([partial(stage.run, left) for stage, left in others.items()], len(others))
+
+    in_parallel([*(stage.run for stage in stages if stage.name == HOST), run_on_gpus], 2)
 
 
 def run_stages(stages: Sequence[Stage], concurrent: bool) -> None:

@@ -26,6 +26,7 @@ SANITIZER_FOUND = 86  # exit status of compute-sanitizer if it found an error
 REFUSED_AS_DECLARED = "refused as declared: "  # first words of the reason of an expected skip
 STACKS_AFTER_S = 90  # a test that runs longer, for example because it hangs, prints its stack
 PROPERTY_PROFILE = "random"  # hypothesis profile in tests/conftest.py
+HOST = "host"  # the stage of the tests that need no GPU
 TOOLS_AT_ONCE = 3  # a step of the sanitizer stage runs one tool on a share of the tests
 ALONE = "alone"  # marks tests that need up to 70 GiB, or all GPUs of the machine
 # Mark -> text that each file with such a test contains. Targets of tests/support.py add the mark gpu to their tests.
@@ -71,14 +72,15 @@ class Plan:
 
 
 def shared_jobs(jobs: int, concurrent: bool) -> dict[str, int]:
-    """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``.
+    """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``; the stage
+    ``host``, which ends before most of the others begin, is not counted.
 
     More processes than cores keep the cores busy while one stage starts, collects or waits for its last tests. The
     sanitizer and the fuzzer get fewer processes, because each of them takes more of the GPU's memory.
     """
     if not concurrent:
-        return {"tests": jobs, "sanitizer": jobs, "fuzz": min(14, jobs)}
-    return {"tests": jobs, "sanitizer": max(1, jobs // 2), "fuzz": max(1, jobs // 4)}
+        return {HOST: jobs, "tests": jobs, "sanitizer": jobs, "fuzz": min(14, jobs)}
+    return {HOST: max(1, jobs // 2), "tests": jobs, "sanitizer": max(1, jobs // 2), "fuzz": max(1, jobs // 4)}
 
 
 # ---- judges ---------------------------------------------------------------------------------------
@@ -178,6 +180,14 @@ class Selection:
 
     def title(self, name: str) -> str:
         return f"{name}, {self.select}" if self.select else name
+
+
+def host_steps(plan: Plan) -> Iterator[Step]:
+    """Yield the step of all tests that need no GPU, with the examples of CI. It may run beside any other step."""
+    selection = Selection("not gpu", plan.select)
+    command = [sys.executable, "-m", "pytest", *selection.arguments, "-q", "tests"]
+    command += ["-n", str(plan.jobs[HOST]), "--dist", "worksteal", "--durations=20"]
+    yield Step(HOST, selection.title("tests"), command, by_pytest)
 
 
 def groups_of(counts: dict[str, int], least: int) -> Iterator[list[str]]:
@@ -281,6 +291,7 @@ def steps_of(stage: str, plan: Plan) -> Iterator[Step]:
     steps: dict[str, Callable[[Plan], Iterator[Step]]] = {
         "build": build_steps,
         "check": check_steps,
+        HOST: host_steps,
         "tests": test_steps,
         "sanitizer": sanitizer_steps,
         "fuzz": fuzz_steps,

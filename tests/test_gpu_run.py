@@ -251,6 +251,7 @@ def test_gpu_run_records_tests_and_sanitizer_for_a_release(gpu_run, monkeypatch,
     assert found["stages"]["sanitizer"]["counts"]["passed"] == 8
     sources = machine.kernel_sources_hash()
     assert found["machine"]["kernel_sources"] == sources
+    found["machine"]["kind"] = "cpu"
     assert acceptance.problems(found, sources) == ["its tests did not run on a GPU"]
     found["machine"]["kind"] = "cuda"
     assert acceptance.problems(found, sources) == []
@@ -387,10 +388,10 @@ def test_gpu_run_gives_every_step_of_tests_the_seed(steps, monkeypatch):
 @pytest.mark.parametrize("jobs", [1, 2, 6, 16, 64])
 def test_concurrent_stages_start_at_most_seven_quarters_of_the_processes(steps, jobs):
     shares = steps.shared_jobs(jobs, concurrent=True)
-    assert set(shares) == {"tests", "sanitizer", "fuzz"}
+    assert set(shares) == {"host", "tests", "sanitizer", "fuzz"}
     assert min(shares.values()) >= 1
     assert shares["tests"] == jobs  # the stage tests keeps all its processes
-    assert sum(shares.values()) <= max(jobs + 2, 1.75 * jobs)
+    assert sum(shares.values()) - shares["host"] <= max(jobs + 2, 1.75 * jobs)
 
 
 GIB_OF_A_PROCESS = {
@@ -455,8 +456,20 @@ def test_no_step_runs_at_the_same_time_as_a_step_that_needs_the_memory(gpu_run, 
     assert _overlap_of(gpu_run, monkeypatch, tmp_path, large, *others)[:2] == ["large+", "large-"]
 
 
+def test_tests_that_need_no_gpu_run_beside_a_step_that_needs_the_memory(gpu_run, monkeypatch, tmp_path):
+    large = replace(_meets(gpu_run, tmp_path, "large", "host", "tests"), alone=True)
+    _steps(gpu_run, monkeypatch, large, _meets(gpu_run, tmp_path, "host", "large", "host"))
+    assert gpu_run.main([str(tmp_path / "out"), "--concurrent", "--budget-s", "60"]) == 0
+
+
+def test_the_host_stage_runs_all_tests_that_need_no_gpu(steps):
+    (step,) = steps.steps_of("host", _plan(steps))
+    assert _marks(step) == "not gpu"
+    assert "tests" in step.command
+
+
 def test_no_step_runs_at_the_same_time_as_the_benchmarks(gpu_run, monkeypatch, tmp_path):
-    stages = ("check", "tests", "sanitizer", "fuzz", "bench")
+    stages = ("check", "host", "tests", "sanitizer", "fuzz", "bench")
     order = _overlap_of(gpu_run, monkeypatch, tmp_path, *(_python(gpu_run, name, "pass", name) for name in stages))
     assert order[:2] == ["check+", "check-"]
     assert order[-2:] == ["bench+", "bench-"]

@@ -20,8 +20,8 @@ struct RowMeans {
   float dy, dy_xhat;
 };
 
-// Computes the two means of a row, and adds to the column sums if kSums.
-template <typename X, typename Dz, bool kSums>
+// Computes the two means of a row, and adds to the column sums.
+template <typename X, typename Dz>
 FLASHBWD_INLINE RowMeans reduce_row(const X* x, const Dz* dz, float mu, float rs, const float* factor, int64_t columns,
                                     ColumnSums sums) {
   double total_dy = 0.0, total_dy_xhat = 0.0;
@@ -33,10 +33,8 @@ FLASHBWD_INLINE RowMeans reduce_row(const X* x, const Dz* dz, float mu, float rs
       const float dz_i = to_float(dz[i]), xhat = (to_float(x[i]) - mu) * rs, dy = dz_i * factor[i];
       sum_dy += dy;
       sum_dy_xhat += dy * xhat;
-      if constexpr (kSums) {
-        sums.dgamma[i] += dz_i * xhat;
-        sums.dbeta[i] += dz_i;
-      }
+      sums.dgamma[i] += dz_i * xhat;
+      sums.dbeta[i] += dz_i;
     }
     total_dy += sum_dy;
     total_dy_xhat += sum_dy_xhat;
@@ -66,17 +64,18 @@ FLASHBWD_INLINE void add_and_clear(float* block, float* total, int64_t columns) 
 }
 
 // Processes rows [first, last). `sums` is (4, N): two totals over rows, then the sums of the current block of rows.
-template <typename X, typename Dz, bool kSums>
+// They are computed even if nobody needs them, because a compiler may round dx in another way in a loop without them.
+template <typename X, typename Dz>
 struct Rows {
   FLASHBWD_INLINE static void run(const LayerNormBackwardParams& p, const float* factor, int64_t first, int64_t last,
                                   float* sums) {
     const int64_t n = p.columns;
-    float* const block = kSums ? sums + 2 * n : nullptr;
+    float* const block = sums + 2 * n;
     for (int64_t index = first; index < last; ++index) {
       const X* x = row<X>(p.x, index, p.x_row_stride);
       const Dz* dz = row<Dz>(p.dz, index, p.dz_row_stride);
       const float mu = p.centred ? p.mu[index] : 0.0f, rs = p.rs[index];
-      RowMeans mean = reduce_row<X, Dz, kSums>(x, dz, mu, rs, factor, n, {block, kSums ? block + n : nullptr});
+      RowMeans mean = reduce_row(x, dz, mu, rs, factor, n, {block, block + n});
       if (!p.centred) mean.dy = 0.0f;
       if (p.dx != nullptr) {
         X* dx = row<X>(p.dx, index, p.dx_row_stride);
@@ -87,9 +86,7 @@ struct Rows {
           write_row<X, Dz, false>(x, dz, mu, rs, factor, mean, nullptr, dx, n);
         }
       }
-      if (kSums && ((index - first) % kRowBlock == kRowBlock - 1 || index + 1 == last)) {
-        add_and_clear(block, sums, 2 * n);
-      }
+      if ((index - first) % kRowBlock == kRowBlock - 1 || index + 1 == last) add_and_clear(block, sums, 2 * n);
     }
   }
 };
@@ -106,25 +103,18 @@ void write_sums(const float* sums, int64_t columns, void* target, DType dtype) {
 
 void layer_norm_backward(const LayerNormBackwardParams& p, const Threads& threads) {
   const int64_t ranges = threads_for(p.rows, p.columns, threads);
-  const bool need_sums = p.dgamma != nullptr || p.dbeta != nullptr;
   const Parameter factor(p.gamma, p.columns, p.gamma_dtype, 1.0f, p.zero_centered_gamma ? 1.0f : 0.0f);
   std::vector<std::vector<float>> sums(static_cast<size_t>(ranges));  // (4, N) each
   for_each_range(p.rows, ranges, threads, [&](int64_t range, int64_t first, int64_t last) {
     std::vector<float>& own_sums = sums[static_cast<size_t>(range)];
-    if (need_sums) own_sums.resize(static_cast<size_t>(4 * p.columns));
+    own_sums.resize(static_cast<size_t>(4 * p.columns));
     with_type(p.x_dtype, [&](auto x) {
       with_type(p.dz_dtype, [&](auto dz) {
-        using X = decltype(x);
-        using Dz = decltype(dz);
-        if (need_sums) {
-          run_vectorised<Rows<X, Dz, true>>(p, factor.data(), first, last, own_sums.data());
-        } else {
-          run_vectorised<Rows<X, Dz, false>>(p, factor.data(), first, last, own_sums.data());
-        }
+        run_vectorised<Rows<decltype(x), decltype(dz)>>(p, factor.data(), first, last, own_sums.data());
       });
     });
   });
-  if (!need_sums) return;
+  if (p.dgamma == nullptr && p.dbeta == nullptr) return;
   for (int64_t range = 1; range < ranges; ++range) {
     add_and_clear(sums[static_cast<size_t>(range)].data(), sums[0].data(), 2 * p.columns);
   }

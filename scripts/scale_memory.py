@@ -16,11 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # last, so that an installed package comes before the source tree
 
 import flashbwd  # noqa: E402
-from flashbwd.integrations import context_plan  # noqa: E402
+from flashbwd.integrations import context_parallel, context_plan  # noqa: E402
 
 SEQLEN = 2**20
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
-GROUPS = 4  # groups of KV heads, which context_parallel_attention exchanges one after another
 H100 = {
     "usable": True,
     "cc_major": 9,
@@ -55,7 +54,7 @@ def rows_of_table() -> Iterator[list[str]]:
     for devices in (1, 2, 4, 8, 16, 32):
         rows = SEQLEN // devices
         tensors = rows * HEAD_DIM * element * (4 * HEADS + 4 * HEADS_KV)  # q, out, dout, dq; k, v, dk, dv
-        groups = GROUPS if devices > 1 else 1
+        groups = context_parallel.KV_HEAD_GROUPS if devices > 1 else 1
         chunks = context_plan.balanced_chunks(bounds, window, devices)
         plans = [context_plan.plan(bounds, window, chunks, rank) for rank in range(devices)]
         calls = {(sum(call.queries), sum(call.keys)) for plan in plans for call in plan.calls}

@@ -56,9 +56,9 @@ def test_cached_kernel_lists_need_no_call_of_mask_mod(capturing: Any) -> None:
 
     mask = kit.block_mask(mask_mod, SHAPE, block=16)
     q, k, _ = SHAPE.tensors(torch.float32)
-    cache.kernel_lists_of(mask, [], q, k, Tile(), False)
+    cache.kernel_lists_of(mask, [], q, k, Tile())
     calls.clear()
-    cache.kernel_lists_of(mask, [], q, k, Tile(), False)
+    cache.kernel_lists_of(mask, [], q, k, Tile())
     assert not calls
 
 
@@ -74,7 +74,7 @@ def test_cached_values_are_not_used_for_a_new_tensor_with_the_id_of_a_freed_one(
 
 def kernel_lists(mask: BlockMask) -> Any:
     q, k, _ = SHAPE.tensors(torch.float32)
-    return cache.kernel_lists_of(mask, [], q, k, Tile(), False)
+    return cache.kernel_lists_of(mask, [], q, k, Tile())
 
 
 def test_lists_of_a_captured_graph_outlive_the_block_mask(capturing: Any) -> None:

@@ -84,7 +84,7 @@ class Problem:
     dlse: Tensor | None
     slopes: Tensor | None
     mask: Tensor  # (B, H, Sq, Sk)
-    lists: list[KernelLists]  # by default, deterministic
+    lists: KernelLists | None  # None if there is no kernel for the case
     backend: str = "sm90"
 
     def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +100,7 @@ class Problem:
             ops.block_mask_attention_backward,
             ops.plan_block_mask_attention_backward,
             options,
-            self.lists[deterministic],
+            self.lists,
         )
         return call.gradients(*self.tensors, self.lse, self.dlse)[:3]
 
@@ -162,15 +162,15 @@ def build(case: Case, backend: str = "sm90") -> Problem:
     return Problem(case, [dout, q, k, v, out], lse.float(), dlse, slopes, mask, lists, backend)
 
 
-def lists_of(case: Case, block_mask: Any, backend: str) -> list[KernelLists]:
-    """By default, deterministic. Empty if there is no kernel for the case."""
+def lists_of(case: Case, block_mask: Any, backend: str) -> KernelLists | None:
+    """None if there is no kernel for the case."""
     name, dims = "plan_block_mask_attention_backward", (case.head_dim, case.head_dim_v or case.head_dim)
     try:
         tile = kernel_tile(name, case.dtype, *dims, 0, backend, case.softcap > 0, case.alibi)
     except UnsupportedError:
-        return []
+        return None
     blocks = key_block_lists(block_mask, (case.batch, case.heads, case.seqlen_q, case.seqlen_k), tile)
-    return [kernel_lists(blocks, case.heads, case.heads_kv, deterministic=order) for order in (False, True)]
+    return kernel_lists(blocks, case.heads, case.heads_kv)
 
 
 def oracle_device(case: Case) -> str:

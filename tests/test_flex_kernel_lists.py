@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from functools import cache
 
 import pytest
 import torch
+from kit.host import device_info, load_host, on_gpu
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
@@ -58,6 +60,7 @@ MODS = {
     "by_head": lambda b, h, i, j: i >= j + 70 * h,
     "by_batch": lambda b, h, i, j: (i // 90 == j // 90) & (j >= 40 * b),
     "nothing": lambda b, h, i, j: i < 0,
+    "skips_queries": lambda b, h, i, j: (i >= j) & (i >= 64),
 }
 CASES = [
     ("causal", (1, 1, 256, 256), 1, (64, 128)),
@@ -74,26 +77,23 @@ CASES = [
 ]
 
 
-def lists_of(
-    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int], *, deterministic: bool
-) -> KernelLists:
+def lists_of(name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int]) -> KernelLists:
     batch, heads, seqlen_q, seqlen_k = sizes
     by_batch, by_head = name == "by_batch", name == "by_head"
     block_mask = create_block_mask(
         MODS[name], batch if by_batch else None, heads if by_head else None, seqlen_q, seqlen_k, device="cpu"
     )
-    return kernel_lists(key_block_lists(block_mask, sizes, Tile(*tile)), heads, heads_kv, deterministic=deterministic)
+    return kernel_lists(key_block_lists(block_mask, sizes, Tile(*tile)), heads, heads_kv)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "tile"), CASES)
 def test_kernel_lists_describe_the_mask(
-    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int], deterministic: bool
+    name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int]
 ) -> None:
     seqlen_q, seqlen_k = sizes[2:]
     b, h, i, j = (torch.arange(size).view([-1 if d == at else 1 for d in range(4)]) for at, size in enumerate(sizes))
     expected = MODS[name](b, h, i, j).expand(sizes)
-    lists = lists_of(name, sizes, heads_kv, tile, deterministic=deterministic)
+    lists = lists_of(name, sizes, heads_kv, tile)
     found = mask_of(lists, sizes, heads_kv)
     blocks = found.unflatten(2, (-1, tile[0])).flatten(3).any(-1)
     assert lists.covers == bool(blocks.all())
@@ -103,16 +103,53 @@ def test_kernel_lists_describe_the_mask(
 
 
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "tile"), CASES)
-def test_the_turn_number_of_an_add_counts_the_adds_of_earlier_work_tiles(
+def test_the_turn_of_an_add_counts_the_adds_of_earlier_work_tiles_and_marks_the_last_one(
     name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int]
 ) -> None:
-    lists = lists_of(name, sizes, heads_kv, tile, deterministic=True)
+    lists = lists_of(name, sizes, heads_kv, tile)
     for plane in lists.lists.flatten(0, 1).tolist():
         before: dict[tuple[int, int], int] = defaultdict(int)
+        ended: set[tuple[int, int]] = set()
         lengths = [count for _, _, count, _ in plane]
         assert lengths == sorted(lengths, reverse=True)
         assert sorted(key_block for key_block, *_ in plane) == list(range(len(plane)))
         for _, first, count, _ in plane:
-            for m, member, _, adds in lists.entries[first : first + count].tolist():
-                assert adds == before[m, member]
+            for m, member, _, turn in lists.entries[first : first + count].tolist():
+                assert turn % 2**31 == before[m, member]
+                assert (m, member) not in ended
                 before[m, member] += 1
+                if turn < 0:
+                    ended.add((m, member))
+        assert ended == set(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "seqlen", "heads_kv", "deterministic", "writes"),
+    [
+        ("causal", 2048, 4, False, True),
+        ("causal", 2560, 4, False, False),
+        ("causal", 4096, 4, True, True),
+        ("causal", 4608, 4, True, False),
+        ("causal", 2048, 1, False, True),
+        ("causal", 4096, 1, False, False),
+        ("skips_queries", 512, 4, False, False),  # no list has the first query blocks
+    ],
+)
+def test_the_plan_of_a_call_knows_how_many_queries_a_key_block_sees(
+    name: str, seqlen: int, heads_kv: int, deterministic: bool, writes: bool
+) -> None:
+    host = load_host()
+    lists = lists_of(name, (1, 4, seqlen, seqlen), heads_kv, (64, 128))
+    q = torch.empty(1, seqlen, 4, 128, dtype=torch.bfloat16)
+    k = torch.empty(1, seqlen, heads_kv, 128, dtype=torch.bfloat16)
+    tensors = {"dout": q, "q": q, "k": k, "v": k, "out": q, "softmax_lse": torch.empty(1, 4, seqlen)}
+    tensors |= {"block_lists": lists.lists, "block_entries": lists.entries, "block_bits": lists.bits}
+    arguments = host.AttentionArguments()
+    for argument, tensor in tensors.items():
+        setattr(arguments, argument, on_gpu(host, tensor))
+    arguments.block_mask_covers, arguments.deterministic = lists.covers, deterministic
+    arguments.block_m, arguments.block_n = lists.tile.queries, lists.tile.keys
+    gpu = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
+    plan = json.loads(host.plan_of_arguments(arguments, device_info(host, **gpu, has_attention_sm90=True)))
+    assert plan["backend"] == "sm90"
+    assert ("the last add writes dq" in plan["schedule"]) is writes

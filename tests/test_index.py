@@ -197,8 +197,8 @@ def test_a_listed_loop_visits_the_entries_of_its_list_in_order(
     first_index: int, first_head: int, entries: list[tuple[int, int, int, int]]
 ) -> None:
     expected = [
-        [first_index + i, first_head + head, block, bits, adds_before]
-        for i, (block, head, bits, adds_before) in enumerate(entries)
+        [first_index + i, first_head + head, block, bits, turn % 2**31, int(turn < 0)]
+        for i, (block, head, bits, turn) in enumerate(entries)
     ]
     assert host.listed_positions(first_index, first_head, entries) == expected
 

@@ -173,6 +173,26 @@ def test_ctas_whose_last_add_can_write_dq_end_and_add_completely(
     check_adds(grid, middle_in_order=not first_and_last)
 
 
+@pytest.mark.parametrize("name", LAST_WRITES)
+@settings(max_examples=15)
+@given(
+    st.lists(st.lists(st.integers(0, 5), unique=True, max_size=5), max_size=6),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+    RANDOM,
+)
+def test_ctas_with_query_blocks_in_any_order_end_and_add_completely(
+    name: str, tiles: list[list[int]], ctas: int, finishes: bool, first_and_last: bool, rng: random.Random
+) -> None:
+    """As lists of a block mask are: an add waits for adds of earlier work tiles only."""
+    listed = [tuple(tile) for tile in tiles]
+    grid = Grid(listed, ascending(listed), ctas)
+    config = replace(MAIN[name], last_writes_dq=True, finishes=finishes, first_and_last=first_and_last)
+    assert ends(config, grid, rng)
+    check_adds(grid, middle_in_order=not first_and_last)
+
+
 # ---- planted faults, which show that the simulations can find a deadlock ----
 
 

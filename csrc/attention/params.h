@@ -56,9 +56,10 @@ struct KeyBlockList {
 // One iteration of a query loop.
 struct alignas(16) QueryBlockEntry {
   int32_t query_block;
-  int32_t head;         // query head within those of the KV head
-  int32_t bits;         // index of its tile of bits, or -1 if every pair of the tile is visible
-  int32_t adds_before;  // entries of earlier lists with the same head and query block
+  int32_t head;               // query head within those of the KV head
+  int32_t bits;               // index of its tile of bits, or -1 if every pair of the tile is visible
+  uint32_t adds_before : 31;  // entries of earlier lists with the same head and query block
+  uint32_t is_last : 1;       // no later list has such an entry
 };
 
 // A block mask. docs/kernels/attention_sm90_features.md describes the tiles of bits.

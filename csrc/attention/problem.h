@@ -115,7 +115,8 @@ struct AttentionProblem {
   bool has_block_mask = false;
   bool has_score_mod = false;  // AttentionArguments::has_score_mod
   bool block_mask_covers = false;
-  int64_t block_m = 0, block_n = 0;  // AttentionArguments::block_m, block_n
+  int64_t block_m = 0, block_n = 0;     // AttentionArguments::block_m, block_n
+  int64_t block_mask_queries_seen = 0;  // by a key block, on average, in whole tiles
   bool has_key_mask = false;
   bool has_alibi = false;
   bool has_sink = false;

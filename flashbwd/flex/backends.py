@@ -22,9 +22,9 @@ from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "ListsOf", "choose"]
 
-# (block_mask, tensors that mask_mod captures, query, key, tile, deterministic) -> lists, or None if too large. Without
-# a block_mask, the lists show every pair.
-ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile, bool], KernelLists | None]
+# (block_mask, tensors that mask_mod captures, query, key, tile) -> lists, or None if too large. Without a block_mask,
+# the lists show every pair.
+ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile], KernelLists | None]
 
 
 @dataclass(frozen=True)
@@ -213,13 +213,13 @@ def choose(
             return KernelCall(*_operators("attention_backward"), of_build, None, slopes)
         name = "block_mask_attention_backward"
         tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
-        lists = _lists(lists_of, call, query, key, tile, deterministic)
+        lists = _lists(lists_of, call, query, key, tile)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
             return KernelCall(*_operators(name), of_build | forced, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
-    lists = _lists(lists_of, call, query, key, _tile(name, query, value), deterministic)
+    lists = _lists(lists_of, call, query, key, _tile(name, query, value))
     return KernelCall(*_operators(name), options | forced, lists, score_mod=score_mod)
 
 
@@ -251,10 +251,8 @@ def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreCha
     return change if aligned and (change.alibi.absolute or call.block_mask is not None) else None
 
 
-def _lists(
-    lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, tile: Tile, deterministic: bool
-) -> KernelLists:
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile, deterministic)
+def _lists(lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile)
     if lists is None:
         raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
     return lists

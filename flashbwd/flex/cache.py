@@ -102,7 +102,6 @@ def kernel_lists_of(
     query: Tensor,
     key: Tensor,
     tile: Tile,
-    deterministic: bool,
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
@@ -112,13 +111,13 @@ def kernel_lists_of(
     """
     if block_mask is None:
         block_mask = visible_everywhere(query.shape[2], key.shape[2], query.device)
-    key_of_call, make = kernel_lists_maker(block_mask, query, key, tile, deterministic)
+    key_of_call, make = kernel_lists_maker(block_mask, query, key, tile)
     name = ("kernel lists", *key_of_call, block_mask.mask_mod)
     return keep_for_graph(kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make))
 
 
 def kernel_lists_maker(
-    block_mask: Any, query: Tensor, key: Tensor, tile: Tile, deterministic: bool
+    block_mask: Any, query: Tensor, key: Tensor, tile: Tile
 ) -> tuple[tuple[Hashable, ...], Callable[[], KernelLists | None]]:
     """Return what the lists depend on besides the block mask, and the function that computes them."""
     batch, heads, seqlen_q, _ = query.shape
@@ -133,10 +132,10 @@ def kernel_lists_maker(
         if lists.bits is None:
             return None
         hides_above = diagonal.hides_above(lists, key.shape[2] - seqlen_q)
-        of_kernel = kernel_lists(lists, heads, heads_kv, deterministic=deterministic)
+        of_kernel = kernel_lists(lists, heads, heads_kv)
         return of_kernel._replace(hides_above_diagonal=hides_above)
 
-    return (sizes, heads_kv, tile, deterministic), make
+    return (sizes, heads_kv, tile), make
 
 
 def keep_for_graph(lists: KernelLists | None) -> KernelLists | None:

@@ -90,23 +90,23 @@ def call_of(
 
 
 def _lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
 ) -> KernelLists | None:
     """As :func:`~flashbwd.flex.cache.kernel_lists_of`, for the tensors of a graph."""
     if mask is None:
-        return kernel_lists_of(None, (), query, key, tile, deterministic)
-    key_of_call, make = kernel_lists_maker(mask, query, key, tile, deterministic)
+        return kernel_lists_of(None, (), query, key, tile)
+    key_of_call, make = kernel_lists_maker(mask, query, key, tile)
     identity = (*key_of_call, mask.BLOCK_SIZE, mask.mask_mod.identity)  # type: ignore[attr-defined]
     return keep_for_graph(_remembered.get(identity, [*mask.query_lists(), *captured], make))
 
 
 def _made_lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile, deterministic: bool
+    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
 ) -> KernelLists | None:
     """As :func:`_lists_of`, but computed in each call."""
     if mask is None:
-        return kernel_lists_of(None, (), query, key, tile, deterministic)
-    _, make = kernel_lists_maker(mask, query, key, tile, deterministic)
+        return kernel_lists_of(None, (), query, key, tile)
+    _, make = kernel_lists_maker(mask, query, key, tile)
     return keep_for_graph(make())
 
 

@@ -4,17 +4,18 @@
 ``flashbwd::block_mask_attention_backward``. ``csrc/attention/params.h`` declares their rows as structs.
 
 lists    (batches, kv_heads, key_blocks, 4) int32    key block, index of its first entry, number of entries, 0
-entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, adds
+entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, turn
 bits     (tiles, words) int32                        the mask of a tile in the order of the kernels' registers
 
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
-- ``adds`` is the number of entries with the same query block and head in the lists before this one. In deterministic
-  mode an add to dq waits for exactly these adds, so a work tile waits only for work tiles that started before it.
+- ``turn`` is the number of entries with the same query block and head in the lists before this one; bit 31 is set if
+  none follows. In deterministic mode an add to dq waits for exactly these adds, and if the last add writes dq, this one
+  waits for all others. So a work tile waits only for work tiles that started before it.
 - A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
   blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
-- Lists go from the first query block to the last. With GQA and in deterministic mode they go back: work tiles of a
-  causal mask then start at the same query block, and each comes to a dq tile after those that add to it before. The
-  other way, they would wait for one another from the first iteration on.
+- Lists go from the last query block to the first. Work tiles of a causal mask then start at the same query block, and
+  each comes to a dq tile after those that add to it before. The other way, adds that are counted would wait for one
+  another from the first iteration on. Other calls are as fast in either order.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def kernel_tile(
     return Tile(*json.loads(plan)["tile"])
 
 
-def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, deterministic: bool) -> KernelLists:
+def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists:
     """Return the lists of a call with these numbers of heads. Reads a size back from the device.
 
     Raises
@@ -145,13 +146,12 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int, *, determinist
     plane = batch * planes + plane
     place = position.view(-1, lists.key_blocks)[plane, key_block]
 
-    descending = deterministic or group > 1
-    along = lists.query_blocks - 1 - query_block if descending else query_block
+    along = lists.query_blocks - 1 - query_block
     seen = owner.numel() / max(lengths.numel() * lists.query_blocks, 1)  # share of the query blocks, on average
     within = member * lists.query_blocks + along if seen < _FEW else along * group + member
     by_list = ((plane * lists.key_blocks + place) * lists.query_blocks * group + within).argsort()
-    adds, dq_tiles = _adds_before(plane, member, query_block, place, lists, group)
-    entries = torch.stack([query_block, member, tile, adds], 1)
+    turns, dq_tiles = _turns(plane, member, query_block, place, lists, group)
+    entries = torch.stack([query_block, member, tile, turns], 1)
     ordered = counts.gather(-1, order)
     ends = ordered.flatten().cumsum(0).view_as(ordered)
     rows = torch.stack([order, ends - ordered, ordered, torch.zeros_like(order)], -1)
@@ -168,10 +168,13 @@ def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     return parts[::-1]
 
 
-def _adds_before(
+def _turns(
     plane: Tensor, member: Tensor, query_block: Tensor, place: Tensor, lists: KeyBlockLists, group: int
 ) -> tuple[Tensor, int]:
-    """Return, for each entry, how many entries of the same dq tile lie in earlier lists; and the number of dq tiles."""
+    """Return, for each entry, how many entries of the same dq tile lie in earlier lists; and the number of dq tiles.
+
+    Bit 31 is set in the last entry of a dq tile.
+    """
     dq_tile = (plane * group + member) * lists.query_blocks + query_block
     by_tile = (dq_tile * lists.key_blocks + place).argsort()
     ordered = dq_tile[by_tile]
@@ -179,9 +182,11 @@ def _adds_before(
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
-    rank = torch.empty_like(number)
-    rank[by_tile] = number - first
-    return rank, int(starts.sum()) if ordered.numel() else 0
+    turn = number - first
+    turn[starts.roll(-1)] -= 2**31  # the entry before that with which the next dq tile starts
+    turns = torch.empty_like(number)
+    turns[by_tile] = turn
+    return turns, int(starts.sum()) if ordered.numel() else 0
 
 
 def registers_of_bits(bits: Tensor) -> Tensor:

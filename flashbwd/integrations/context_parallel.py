@@ -22,7 +22,7 @@ from flashbwd.attention import attention, attention_backward
 from flashbwd.integrations.context_plan import Call, Plan, Range, plan
 from flashbwd.integrations.context_split import ContextSplit, RowSplit, check_rows
 
-_KV_HEAD_GROUPS = 2  # that are exchanged one after another; more make calls too small (docs/lab/scale.md)
+KV_HEAD_GROUPS = 2  # that are exchanged one after another; more make calls too small (docs/lab/scale.md)
 
 
 @torch.compiler.disable
@@ -258,7 +258,7 @@ def _received(k: Tensor, v: Tensor, heads: int, split: ContextSplit, work: Plan)
     this function yields the current one.
     """
     heads_kv = k.shape[2]
-    count = min(_KV_HEAD_GROUPS, heads_kv) if len(split.chunks) > 1 else 1
+    count = min(KV_HEAD_GROUPS, heads_kv) if len(split.chunks) > 1 else 1
     cuts = [heads_kv * i // count for i in range(count + 1)]
 
     def start(group: int) -> Exchange:

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -76,20 +78,26 @@ struct ListedTile : ListedLoop<true> {
 };
 
 // The positions that the iterator of a block mask visits. An entry has a query block, the head within the KV head, the
-// tile of bits, and the number of adds before.
-std::vector<std::array<int32_t, 5>> listed_positions(int32_t first_index, int32_t first_head,
+// tile of bits, the number of adds before, and whether none follows (in the bits of the number, as in a tensor).
+std::vector<std::array<int32_t, 6>> listed_positions(int32_t first_index, int32_t first_head,
                                                      const std::vector<std::array<int32_t, 4>>& entries) {
-  std::vector<QueryBlockEntry> list;
-  for (const auto& [query_block, head, bits, adds_before] : entries)
-    list.push_back({query_block, head, bits, adds_before});
+  std::vector<QueryBlockEntry> list(entries.size());
+  static_assert(sizeof(QueryBlockEntry) == sizeof(entries[0]), "an entry is a row of an int32 tensor");
+  if (!list.empty()) std::memcpy(list.data(), entries.data(), list.size() * sizeof(list[0]));
   ListedTile tile;
   tile.entries = list.data();
   tile.first_index = first_index;
   tile.iterations = static_cast<int32_t>(list.size());
   tile.first_head = first_head;
-  std::vector<std::array<int32_t, 5>> found;
-  for (ListIterator step(tile); step.index < step.end; step.advance(tile)) {
-    found.push_back({step.index, step.head(), step.query_block(), step.entry.bits, step.entry.adds_before});
+  std::vector<std::array<int32_t, 6>> found;
+  SmallListIterator<ListedTile> small(tile);
+  for (ListIterator step(tile); step.index < step.end; step.advance(tile), small.advance_rereading(tile)) {
+    if (std::array{small.index, small.head(), small.query_block()} !=
+        std::array{step.index, step.head(), step.query_block()}) {
+      throw std::logic_error("the iterators differ");
+    }
+    found.push_back({step.index, step.head(), step.query_block(), step.entry.bits,
+                     static_cast<int32_t>(step.entry.adds_before), static_cast<int32_t>(step.entry.is_last)});
   }
   return found;
 }
@@ -164,6 +172,8 @@ void bind_problem(py::module_& m) {
       .def_readwrite("has_alibi", &AttentionProblem::has_alibi)
       .def_readwrite("has_block_mask", &AttentionProblem::has_block_mask)
       .def_readwrite("has_score_mod", &AttentionProblem::has_score_mod)
+      .def_readwrite("block_mask_covers", &AttentionProblem::block_mask_covers)
+      .def_readwrite("block_mask_queries_seen", &AttentionProblem::block_mask_queries_seen)
       .def_readwrite("list_block_m", &AttentionProblem::block_m)
       .def_readwrite("list_block_n", &AttentionProblem::block_n)
       .def_readwrite("has_sink", &AttentionProblem::has_sink)
@@ -210,6 +220,12 @@ void bind_arguments(py::module_& m) {
       .def_readwrite("out", &AttentionArguments::out)
       .def_readwrite("softmax_lse", &AttentionArguments::softmax_lse)
       .def_readwrite("softmax_scale", &AttentionArguments::softmax_scale)
+      .def_readwrite("block_lists", &AttentionArguments::block_lists)
+      .def_readwrite("block_entries", &AttentionArguments::block_entries)
+      .def_readwrite("block_bits", &AttentionArguments::block_bits)
+      .def_readwrite("block_mask_covers", &AttentionArguments::block_mask_covers)
+      .def_readwrite("block_m", &AttentionArguments::block_m)
+      .def_readwrite("block_n", &AttentionArguments::block_n)
       .def_readwrite("dq", &AttentionArguments::dq)
       .def_readwrite("dk", &AttentionArguments::dk)
       .def_readwrite("dv", &AttentionArguments::dv)

@@ -69,6 +69,12 @@ _DTYPES = {"float16": "kFloat16", "bfloat16": "kBFloat16", "float32": "kFloat32"
 _DTYPES |= {"int32": "kInt32", "int64": "kInt64", "uint64": "kUInt64", "uint8": "kUInt8", "bool": "kBool"}
 
 
+def on_gpu(host: ModuleType, tensor: Tensor) -> Any:
+    """A description of a tensor as if it were on a GPU."""
+    dtype = getattr(host.DType, _DTYPES[str(tensor.dtype).removeprefix("torch.")])
+    return host.on_gpu(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
+
+
 @contextmanager
 def planned_for(device: Any) -> Iterator[None]:
     """Make ``plan_attention_backward`` plan for ``device``, a ``device_info`` of a GPU that need not exist.
@@ -78,10 +84,6 @@ def planned_for(device: Any) -> Iterator[None]:
     host = load_host()
     call = _ops.call
 
-    def described(tensor: Tensor) -> Any:
-        dtype = getattr(host.DType, _DTYPES[str(tensor.dtype).removeprefix("torch.")])
-        return host.on_gpu(tensor.data_ptr(), list(tensor.shape), list(tensor.stride()), dtype)
-
     def call_here(operator: Any, *args: Any, **kwargs: Any) -> Any:
         if operator is not torch.ops.flashbwd.plan_attention_backward:
             return call(operator, *args, **kwargs)
@@ -89,7 +91,7 @@ def planned_for(device: Any) -> Iterator[None]:
         args = (dout if dout.stride(-1) == 1 else dout.contiguous(), *others)  # the operator does the same
         given = dict(zip(("dout", "q", "k", "v", "out", "softmax_lse"), args, strict=True)) | kwargs
         del given["plan_device"]
-        values = {n: described(v) if isinstance(v, Tensor) else v for n, v in given.items() if v is not None}
+        values = {n: on_gpu(host, v) if isinstance(v, Tensor) else v for n, v in given.items() if v is not None}
         return host.plan_of_arguments(_with(host.AttentionArguments(), values), device)
 
     with mock.patch.object(_ops, "call", call_here):

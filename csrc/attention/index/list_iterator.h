@@ -40,4 +40,26 @@ struct ListIterator {
   int32_t first_head_;
 };
 
+// For a thread with few registers: keeps the current entry only, and reads everything else again.
+template <typename Tile>
+struct SmallListIterator {
+  const Tile& tile;
+  int32_t index = tile.first_index;
+  QueryBlockEntry entry = {};
+
+  FLASHBWD_HOST_DEVICE explicit SmallListIterator(const Tile& tile) : tile(tile) { read(); }
+
+  FLASHBWD_HOST_DEVICE int32_t head() const { return tile.first_head + entry.head; }
+  FLASHBWD_HOST_DEVICE int32_t query_block() const { return entry.query_block; }
+  FLASHBWD_HOST_DEVICE void advance_rereading(const Tile&) {
+    ++index;
+    read();
+  }
+
+ private:
+  FLASHBWD_HOST_DEVICE void read() {
+    if (index < tile.first_index + tile.iterations) entry = tile.entries[index - tile.first_index];
+  }
+};
+
 }  // namespace flashbwd

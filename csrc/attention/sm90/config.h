@@ -121,11 +121,14 @@ constexpr RoleRegisters role_registers(const Tile& tile) {
 
 // True if the tile has a kernel whose last add to a dq tile can write dq (dq_semaphores.cuh).
 constexpr bool last_writes_dq(const Tile& tile) {
-  return !is_large(tile) && tile.features == 0 && (tile.head_dim == 64 || tile.head_dim == 128);
+  return !is_large(tile) && (tile.features & ~feature::kBlockMask) == 0 &&
+         (tile.head_dim == 64 || tile.head_dim == 128);
 }
 
 // True if the kernel with heads outermost always counts adds.
-constexpr bool by_heads_counts_adds(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
+constexpr bool by_heads_counts_adds(const Tile& tile) {
+  return last_writes_dq(tile) && tile.head_dim == 128 && !has(tile, feature::kBlockMask);
+}
 
 // Semaphores per dq tile: each CTA of a cluster adds its own columns.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? tile.ctas : 1; }

@@ -64,7 +64,8 @@ template <typename Traits>
 struct StoreWarps {
   using SharedStorage = typename Traits::SharedStorage;
   using WorkTile = typename Traits::WorkTile;
-  using Iterator = typename WorkTile::Iterator;
+  using Iterator = std::conditional_t<WorkTile::kListed && Traits::kLastWritesDq, SmallListIterator<WorkTile>,
+                                      typename WorkTile::Iterator>;
   static constexpr int kBlockM = Traits::kBlockM;
 
   // Store warp kBuffer handles the iterations with index % kDqAdders == kBuffer, in dq buffer kBuffer.
@@ -88,6 +89,15 @@ struct StoreWarps {
   }
 
  private:
+  // The index after the last iteration; read again by the kernel that has no registers left.
+  static __device__ __forceinline__ int32_t past_index(const WorkTile& work, const Iterator& it) {
+    if constexpr (Traits::kLastWritesDq) {
+      return work.first_index + work.iterations;
+    } else {
+      return it.end;
+    }
+  }
+
   template <int kBuffer>
   static __device__ __forceinline__ void store_dq_of_tile(const KernelParams& params, SharedStorage& smem,
                                                           const WorkTile& work, int32_t lane) {
@@ -102,7 +112,7 @@ struct StoreWarps {
       }
     };
     Iterator it(work);
-    for (; it.index < (Traits::kLastWritesDq ? work.first_index + work.iterations : it.end); advance(it)) {
+    for (; it.index < past_index(work, it); advance(it)) {
       if (it.index % kDqAdders != kBuffer) continue;
       bool writes_dq = false;
       if constexpr (Traits::kLastWritesDq) {
@@ -110,7 +120,7 @@ struct StoreWarps {
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_adds_before(it));
+          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_add(it));
           // Counted adds may wait for the adds before them while dq is not ready yet.
           if (params.schedule.counts_adds()) begin_add(params, add);
         }
@@ -154,7 +164,7 @@ struct StoreWarps {
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
     if (lane == 0) {
       fence_async_shared();
-      const CUtensorMap* const map = it.end % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
+      const CUtensorMap* const map = past_index(work, it) % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
       if (assume_single_lane()) {
         store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
         store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
@@ -184,7 +194,7 @@ struct StoreWarps {
     DqAdd next;
     if (lane == 0 && params.dq.semaphores != nullptr) {
       next = add_of_tile<Traits>(params, work, 0, it.head(), it.query_block());
-      count_adds_before<Traits>(params, work, it.query_block(), next);
+      count_adds_before<Traits>(params, work, it.query_block(), next, listed_add(it));
     }
     if (!__any_sync(0xffffffffu, next.is_last)) {
       offer_buffer<kBuffer>(lane);

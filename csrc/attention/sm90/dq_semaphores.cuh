@@ -44,9 +44,19 @@ struct DqAdd {
   bool is_last = false;  // the last add to the tile, which writes dq
 };
 
-// The number of adds before that of an iteration, if a block mask lists it.
-__device__ __forceinline__ int32_t listed_adds_before(const ListIterator& it) { return it.entry.adds_before; }
-__device__ __forceinline__ int32_t listed_adds_before(const QueryIterator&) { return 0; }
+// What a block mask says about the add of an iteration.
+struct ListedAdd {
+  int32_t adds_before = 0;
+  bool is_last = false;
+};
+template <typename Iterator>
+__device__ __forceinline__ ListedAdd listed_add(const Iterator& it) {
+  if constexpr (std::is_same_v<Iterator, QueryIterator>) {
+    return {};
+  } else {
+    return {static_cast<int32_t>(it.entry.adds_before), it.entry.is_last != 0};
+  }
+}
 
 // The number of adds to dq tile `query_block` before that of `work`. `key_blocks` attend to the tile.
 template <typename WorkTile>
@@ -75,23 +85,24 @@ __device__ __forceinline__ DqAdd add_of_tile(const KernelParams& params, const t
 // Fills in the number of adds before this one. Only if Schedule::counts_adds().
 template <typename Traits>
 __device__ __forceinline__ void count_adds_before(const KernelParams& params, const typename Traits::WorkTile& work,
-                                                  int32_t query_block, DqAdd& add, int32_t listed_adds = 0) {
+                                                  int32_t query_block, DqAdd& add, ListedAdd listed) {
+  bool is_last = listed.is_last;
   if constexpr (Traits::WorkTile::kListed) {
-    add.required = listed_adds;
-    add.stores = add.required == 0 && !params.dq.starts_at_zero;
-    return;
+    add.required = listed.adds_before;
+  } else {
+    const Visibility& v = work.visibility;
+    const int32_t first_query = query_block * Traits::kBlockM;
+    const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
+    constexpr int kKeys = Traits::WorkTile::kKeys;
+    // index/visibility.h, key_blocks, for a tile that sees a key
+    const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,
+                                   (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
+    add.required = adds_before(params, work, query_block, key_blocks);
+    is_last = add.required == key_blocks.size() - 1;
   }
-  const Visibility& v = work.visibility;
-  const int32_t first_query = query_block * Traits::kBlockM;
-  const int32_t past_query = min(first_query + Traits::kBlockM, v.seqlen_q);
-  constexpr int kKeys = Traits::WorkTile::kKeys;
-  // index/visibility.h, key_blocks, for a tile that sees a key
-  const BlockRange key_blocks = {max(first_query + v.lo, 0) / kKeys,
-                                 (min(past_query - 1 + v.hi, v.seqlen_k) - 1) / kKeys + 1};
-  add.required = adds_before(params, work, query_block, key_blocks);
   add.stores = add.required == 0 && !params.dq.starts_at_zero;
   if constexpr (Traits::kLastWritesDq) {
-    add.is_last = params.schedule.last_add_writes_dq && add.required == key_blocks.size() - 1;
+    add.is_last = params.schedule.last_add_writes_dq && is_last;
     if (params.schedule.dq_order == DqOrder::kFirstAndLast && !add.is_last) add.required = min(add.required, 1);
   }
 }
@@ -110,14 +121,14 @@ inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) 
 // before the add is complete, so the latencies overlap; one fence serves both.
 template <typename Traits>
 __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
-                                         int32_t rank, int32_t head, int32_t query_block, int32_t listed_adds = 0) {
+                                         int32_t rank, int32_t head, int32_t query_block, ListedAdd listed) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
   DqAdd next = add_of_tile<Traits>(params, work, rank, head, query_block);
   int32_t seen;
   if (counts) {
     seen = load_relaxed(params.dq.semaphores + next.semaphore);
-    count_adds_before<Traits>(params, work, query_block, next, listed_adds);
+    count_adds_before<Traits>(params, work, query_block, next, listed);
   } else {
     seen = load_acquire(params.dq.semaphores + next.semaphore);
     next.required = kStored;

@@ -44,8 +44,10 @@ const char* launch_tile(const KernelParams& params, void* stream) {
   constexpr Tile kTile = kTiles[kTileIndex];
   const bool writes_dq = params.schedule.last_add_writes_dq, by_heads = params.schedule.heads_outermost;
   if constexpr (last_writes_dq(kTile)) {
-    if (by_heads && (writes_dq || by_heads_counts_adds(kTile))) {
-      return launch_kernel<T, kTileIndex, true, true>(params, stream);
+    if constexpr (!has(kTile, feature::kBlockMask)) {
+      if (by_heads && (writes_dq || by_heads_counts_adds(kTile))) {
+        return launch_kernel<T, kTileIndex, true, true>(params, stream);
+      }
     }
     if (writes_dq) return launch_kernel<T, kTileIndex, false, true>(params, stream);
   }

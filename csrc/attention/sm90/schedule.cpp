@@ -27,6 +27,7 @@ bool is_narrow(const AttentionProblem& p, const Tile& tile) {
 // The kernel writes dq with TMA in whole tiles, of which every row must have sums.
 bool can_write_dq(const AttentionProblem& p) {
   if (!has_whole_sequences(p) || p.seqlen_q == 0 || p.seqlen_k == 0) return false;
+  if (p.has_block_mask && !p.block_mask_covers) return false;
   if (p.dq_dtype != p.dtype || p.head_dim % 4 != 0 || !p.dq_aligned_16) return false;
   const Visibility v = make_visibility(static_cast<int32_t>(p.seqlen_q), static_cast<int32_t>(p.seqlen_k),
                                        p.window_left, p.window_right, p.causal);
@@ -37,7 +38,9 @@ bool can_write_dq(const AttentionProblem& p) {
 // windows, whose fp32 dq would leave L2 before the postprocess.
 bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
   if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
-  const int64_t seen = queries_seen(p), group = p.heads / p.heads_kv;
+  // A block mask counts whole tiles: up to block_m + block_n more than a causal mask or a window with the same pairs.
+  const int64_t rounded_up = p.has_block_mask ? tile.block_m + tile.block_n : 0;
+  const int64_t seen = queries_seen(p) - rounded_up, group = p.heads / p.heads_kv;
   if (tile.head_dim == 128 && is_window(p) && (is_gqa(p) || is_narrow(p, tile))) return true;
   if (is_narrow(p, tile)) return seen <= (is_gqa(p) ? 768 : 2048);
   return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
@@ -154,6 +157,7 @@ int32_t choose_preprocess_ctas(const AttentionProblem& p, const Tile& tile, int6
 }  // namespace
 
 int64_t queries_seen(const AttentionProblem& p) {
+  if (p.has_block_mask) return p.block_mask_queries_seen;
   if (is_window(p)) return std::min(p.seqlen_q, window_size(p));
   return is_full(p) ? p.seqlen_q : p.seqlen_q / 2;
 }

@@ -41,14 +41,15 @@ struct Traits {
   // Warpgroup 1 issues S of an iteration first, and warpgroup 0 after it; with 64 queries also after dQ of warpgroup 1.
   // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
-  // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
-  static constexpr bool kGenerated = has(kTile, feature::kGenerated);
-  static constexpr int kEarlyLse = kGenerated ? 2 : kColumns > 64 ? 2 : kHeadDim == 128 ? 6 : 4;
-  static constexpr int kEarlyDelta = 2;
   static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
   static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
   static constexpr bool kBias = copies_bias(kTile);
   static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
+  static constexpr bool kGenerated = has(kTile, feature::kGenerated);
+  // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower,
+  // except with a block mask at head dimension 128: ptxas puts later reads behind dP, where they wait for its operands.
+  static constexpr int kEarlyLse = kGenerated || kColumns > 64 ? 2 : kHeadDim != 128 ? 4 : kBlockMask ? 8 : 6;
+  static constexpr int kEarlyDelta = 2;
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias or a generated score_mod
   // none fits.

@@ -64,7 +64,7 @@ FLASHBWD_INLINE void add_and_clear(float* block, float* total, int64_t columns) 
 }
 
 // Processes rows [first, last). `sums` is (4, N): two totals over rows, then the sums of the current block of rows.
-// They are computed even if nobody needs them, because a compiler may round dx in another way in a loop without them.
+// They are computed in every call, because a compiler may round dx in another way in a loop without them.
 template <typename X, typename Dz>
 struct Rows {
   FLASHBWD_INLINE static void run(const LayerNormBackwardParams& p, const float* factor, int64_t first, int64_t last,

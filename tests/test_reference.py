@@ -76,6 +76,7 @@ def check(case: cases.Case, dtype: torch.dtype, seed: int = 0) -> None:
 def set_tiles(monkeypatch: pytest.MonkeyPatch, tile: blocks.TileSize) -> None:
     monkeypatch.setattr(blocks, "_CPU_TILE", tile)
     monkeypatch.setattr(blocks, "_CPU_SHARED_TILE", tile)
+    monkeypatch.setattr(blocks, "_LEAST_WORK", tile.rows * tile.keys)
 
 
 @pytest.fixture
@@ -287,9 +288,11 @@ def run_in_child(x: inputs.Inputs, pipe: Any) -> None:
     pipe.send(float(run_backward(x.arguments)["dq"].sum()))
 
 
-@pytest.mark.usefixtures("tiny_tiles")  # otherwise there is not enough work for two threads
-def test_a_forked_child_starts_threads_of_its_own() -> None:
-    x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)
+@pytest.mark.parametrize("least_work", [1, 2**60], ids=["tasks_in_threads", "threads_in_operators"])
+def test_a_forked_child_starts_threads_of_its_own(least_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators of a child would wait forever for the threads of OpenMP, which only the parent has."""
+    monkeypatch.setattr(blocks, "_LEAST_WORK", least_work)
+    x = inputs.build(cases.BY_NAME["heads_4to2"], torch.float32)  # small: the test's own operators need one thread
     with threads(2):
         expected = float(run_backward(x.arguments)["dq"].sum())
         context = multiprocessing.get_context("fork")
@@ -297,7 +300,9 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         with warnings.catch_warnings():
             # Newer Pythons warn of a fork in a process with threads.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = context.Process(target=run_in_child, args=(x, theirs))
+            child = context.Process(
+                target=run_in_child, args=(x, theirs), daemon=True
+            )  # ends with the test if it hangs
             child.start()
         assert ours.poll(60)
         assert ours.recv() == expected

@@ -16,6 +16,7 @@ from kit.decoding import Shape
 import flashbwd
 from flashbwd import reference
 from flashbwd.options import AttentionOptions
+from flashbwd.reference import blocks as partition
 from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, split_into_tasks
@@ -191,20 +192,24 @@ def test_tasks_run_in_parallel_on_a_cpu_unless_they_add_to_the_same_elements(
     shared_sums: bool, device: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(partition, "_LEAST_WORK", 48 * 70 * 70)
     x = torch.zeros(48, 70, 1, 8, device=device)
     tasks, found = split_into_tasks([span(48, 70, 70)], x, x, "none", (-1, -1), shared_sums=shared_sums)
     assert found == threads
     assert {task.parts for task in tasks} == {1}  # one block of queries cannot be divided
 
 
-@pytest.mark.parametrize(("batches", "threads"), [(1, 1), (31, 1), (32, 2), (48, 3), (99, 3)])
-def test_each_thread_has_at_least_the_scores_of_a_whole_tile(
-    batches: int, threads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("head_dim", "threads", "heads"), [(8, 1, 128), (127, 1, 128), (128, 2, 64), (191, 2, 64), (192, 3, 64)]
+)
+def test_threads_have_tasks_of_their_own_only_in_large_calls(
+    head_dim: int, threads: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    x = torch.zeros(batches, 64, 1, 8)
-    _, found = split_into_tasks([span(batches, 64, 64)], x, x, "none", (-1, -1))
+    x = torch.zeros(1, 1, 1, 1).expand(256, 64, 1, head_dim)  # 2^20 scores
+    tasks, found = split_into_tasks([span(256, 64, 64)], x, x, "none", (-1, -1))
     assert found == threads
+    assert max(task.chunk.items for task in tasks) == heads  # more at a time if the threads of an operator share them
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(1, 1), (2, 2), (9, 3)])
@@ -212,6 +217,7 @@ def test_one_head_is_divided_into_as_many_parts_as_there_are_threads_and_blocks(
     blocks: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(partition, "_LEAST_WORK", 256 * 256 * 8)
     x = torch.zeros(1, 256 * blocks, 1, 8)
     tasks, _ = split_into_tasks([span(1, 256 * blocks, 256 * blocks)], x, x, "none", (-1, -1))
     assert [(task.part, task.parts) for task in tasks] == [(part, parts) for part in range(parts)]

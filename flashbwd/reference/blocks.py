@@ -40,6 +40,10 @@ _CPU_TILE = TileSize(256, 256, 4 * 256 * 256, 8192)  # for one thread
 _CPU_SHARED_TILE = TileSize(256, 256, 8 * 256 * 256, 32768)  # for all threads
 _CUDA_TILE = TileSize(512, 1024, 32 * 512 * 1024, 131072)
 
+# The least work of a thread with tasks of its own, in scores times head dimension. With less, threads that run Python
+# wait for each other longer than the threads of an operator do.
+_LEAST_WORK = 2**26
+
 
 class Cut(NamedTuple):
     """Block and chunk sizes for one span."""
@@ -217,15 +221,16 @@ def split_into_tasks(
 
     Each thread gets different heads or, if there are fewer heads than threads, different query blocks. `shared_sums`
     says that several heads add to the same elements. Tasks then run one after another, and each operator uses all
-    threads. `one_chunk` requests all heads of a span in one task.
+    threads. Small calls do the same. `one_chunk` requests all heads of a span in one task.
     """
     heads_kv = k.shape[-2]
     group = q.shape[-2] // max(heads_kv, 1)
     items = sum(span.batches for span in spans) * heads_kv
-    threads = 1 if shared_sums or q.device.type != "cpu" else torch.get_num_threads()
-    tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if shared_sums else _CPU_TILE
-    scores = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans)
-    threads = max(min(threads, scores // (tile.rows * tile.keys)), 1)  # starting a thread takes as long as a small tile
+    available = torch.get_num_threads() if q.device.type == "cpu" else 1
+    work = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans) * q.shape[-1]
+    threads = 1 if shared_sums else max(min(available, work // _LEAST_WORK), 1)
+    operators_share = shared_sums or threads == 1 < available
+    tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if operators_share else _CPU_TILE
     tasks = []
     for span in spans:
         band = Band.of(span.sq, span.sk, causal, *window)

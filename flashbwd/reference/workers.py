@@ -20,22 +20,28 @@ T = TypeVar("T")
 
 _pool: tuple[int, ThreadPoolExecutor] | None = None
 _pool_lock = threading.Lock()
+_forked = False
 
 
 def _forget_pool() -> None:
     """Discard the pool after a fork: the child process does not have the threads of its parent."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
+    global _pool, _pool_lock, _forked
+    _pool, _pool_lock, _forked = None, threading.Lock(), True
 
 
 os.register_at_fork(after_in_child=_forget_pool)
 
 
 def run_all(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
-    """Call all tasks, on up to `threads` CPU threads. Results are in the order of the tasks."""
+    """Call all tasks, on up to `threads` CPU threads. Results are in the order of the tasks.
+
+    One thread is the caller's, in which operators may use several threads. A forked process runs even a single task on
+    a thread of its own: its operators would wait forever for the threads that OpenMP had in the parent.
+    """
     threads = min(threads, len(tasks))
-    if threads <= 1:
+    if not tasks or (threads <= 1 and not _forked):
         return [task() for task in tasks]
+    threads = max(threads, 1)
     inference = torch.is_inference_mode_enabled()
     results: dict[int, T] = {}
     left = deque(enumerate(tasks))

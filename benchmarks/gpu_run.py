@@ -220,7 +220,7 @@ def in_parallel(calls: Sequence[Callable[[], None]], workers: int) -> None:
         for ended in [pool.submit(call) for call in calls]:
             ended.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps finish
+        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps and their stages finish
 
 
 def run_concurrently(stages: Sequence[Stage]) -> None:

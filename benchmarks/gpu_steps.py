@@ -72,8 +72,10 @@ class Plan:
 
 
 def shared_jobs(jobs: int, concurrent: bool) -> dict[str, int]:
-    """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``; the stage
-    ``host``, which ends before most of the others begin, is not counted.
+    """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``.
+
+    The stage ``host`` is not counted. It usually ends beside the steps that are alone on the GPUs, and uses no GPU
+    memory but for a context of some processes.
 
     More processes than cores keep the cores busy while one stage starts, collects or waits for its last tests. The
     sanitizer and the fuzzer get fewer processes, because each of them takes more of the GPU's memory.

@@ -11,6 +11,7 @@ import torch
 from kit.host import device_info, load_host, on_gpu
 from torch.nn.attention.flex_attention import create_block_mask
 
+from flashbwd._ops import call
 from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
@@ -121,6 +122,15 @@ def test_the_turn_of_an_add_counts_the_adds_of_earlier_work_tiles_and_marks_the_
                 if turn < 0:
                     ended.add((m, member))
         assert ended == set(before)
+
+
+def test_a_call_without_heads_is_refused() -> None:
+    numbers, lse = torch.empty(0, 4, dtype=torch.int32, device="meta"), torch.empty(1, 0, 64, device="meta")
+    x = torch.empty(1, 64, 0, 64, dtype=torch.bfloat16, device="meta")
+    lists, bits = torch.empty(1, 1, 1, 4, dtype=torch.int32, device="meta"), numbers.new_empty(0, 256)
+    plan = torch.ops.flashbwd.plan_block_mask_attention_backward
+    with pytest.raises(ValueError, match="no kernel takes this call"):
+        call(plan, x, x, x, x, x, lse, lists, numbers, bits, True, [64, 128], softmax_scale=1.0, plan_device=-1)
 
 
 @pytest.mark.parametrize(

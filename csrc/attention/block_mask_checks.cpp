@@ -62,7 +62,7 @@ void check_block_mask(const AttentionArguments& a, AttentionProblem* p) {
   p->block_m = a.block_m;
   p->block_n = a.block_n;
   const auto& sizes = a.block_lists.sizes;
-  const int64_t lists = sizes[0] * sizes[1] * sizes[2] * (p->heads / p->heads_kv);  // one per query head
+  const int64_t lists = sizes[0] * sizes[1] * sizes[2] * (p->heads / at_least(p->heads_kv, 1));  // one per query head
   p->block_mask_queries_seen = lists > 0 ? ceil_div(a.block_entries.sizes[0] * a.block_m, lists) : 0;
 }
 

@@ -9,8 +9,8 @@ bits     (tiles, words) int32                        the mask of a tile in the o
 
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
 - ``turn`` is the number of entries with the same query block and head in the lists before this one; bit 31 is set if
-  none follows. In deterministic mode an add to dq waits for exactly these adds, and if the last add writes dq, this one
-  waits for all others. So a work tile waits only for work tiles that started before it.
+  none follows, so that this add may write dq. In deterministic mode an add to dq waits for exactly these adds, so a
+  work tile waits only for work tiles that started before it.
 - A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
   blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
 - Lists go from the last query block to the first. Work tiles of a causal mask then start at the same query block, and
@@ -183,7 +183,7 @@ def _turns(
     starts[1:] = ordered[1:] != ordered[:-1]
     first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
     turn = number - first
-    turn[starts.roll(-1)] -= 2**31  # the entry before that with which the next dq tile starts
+    turn -= starts.roll(-1).long() << 31  # the entry before that with which the next dq tile starts
     turns = torch.empty_like(number)
     turns[by_tile] = turn
     return turns, int(starts.sum()) if ordered.numel() else 0

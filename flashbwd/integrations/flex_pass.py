@@ -187,7 +187,7 @@ def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def _any_lists(mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
-    """Lists for a plan, which depends on the number of lists and the tile but not on how long the lists are.
+    """Lists for a plan. Whether a kernel takes a call does not depend on how long the lists are.
 
     ALiBi without an absolute value needs a mask that hides later keys. Here ``mask_mod`` must prove this.
     """

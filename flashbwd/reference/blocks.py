@@ -228,7 +228,7 @@ def split_into_tasks(
     items = sum(span.batches for span in spans) * heads_kv
     available = torch.get_num_threads() if q.device.type == "cpu" else 1
     work = sum(span.batches * q.shape[-2] * span.sq * span.sk for span in spans) * q.shape[-1]
-    threads = 1 if shared_sums else max(min(available, work // _LEAST_WORK), 1)
+    threads = available if not shared_sums and work >= available * _LEAST_WORK else 1
     operators_share = shared_sums or threads == 1 < available
     tile = _CUDA_TILE if q.is_cuda else _CPU_SHARED_TILE if operators_share else _CPU_TILE
     tasks = []

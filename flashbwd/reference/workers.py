@@ -1,4 +1,4 @@
-"""Runs independent tasks on CPU threads, in which PyTorch's operators are single-threaded.
+"""Runs independent tasks on several CPU threads, in which PyTorch's operators are then single-threaded.
 
 An operator that uses several threads ends with a barrier. A tile runs eight operators of about 50 us, so one slow
 thread (on a busy machine or a shared core) would delay all threads eight times per tile. Threads that process their own
@@ -36,10 +36,11 @@ def run_all(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
     """Call all tasks, on up to `threads` CPU threads. Results are in the order of the tasks.
 
     One thread is the caller's, in which operators may use several threads. A forked process runs even a single task on
-    a thread of its own: its operators would wait forever for the threads that OpenMP had in the parent.
+    a thread of its own: its operators would wait forever for the threads that OpenMP had in the parent. This protects
+    tasks only. As with PyTorch's own operators, large tensors outside of tasks need ``torch.set_num_threads(1)``.
     """
     threads = min(threads, len(tasks))
-    if not tasks or (threads <= 1 and not _forked):
+    if not tasks or (threads <= 1 and not (_forked and torch.get_num_threads() > 1)):
         return [task() for task in tasks]
     threads = max(threads, 1)
     inference = torch.is_inference_mode_enabled()

@@ -220,20 +220,20 @@ def in_parallel(calls: Sequence[Callable[[], None]], workers: int) -> None:
         for ended in [pool.submit(call) for call in calls]:
             ended.result()
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps and their stages finish
+        pool.shutdown(cancel_futures=True)  # after an interrupt, only the running steps finish
 
 
 def run_concurrently(stages: Sequence[Stage]) -> None:
     """Run stages at the same time, after the steps that must be alone on the GPUs; the stage ``host`` beside them."""
     steps = {stage: list(steps_of(stage.name, stage.plan)) for stage in stages if stage.name != HOST}
-
-    def run_on_gpus() -> None:
+    with ThreadPoolExecutor(1) as beside:
+        host = [beside.submit(stage.run) for stage in stages if stage.name == HOST]
         for stage, own in steps.items():
             stage.run([step for step in own if step.alone])
         others = {stage: [step for step in own if not step.alone] for stage, own in steps.items()}
         in_parallel([partial(stage.run, left) for stage, left in others.items()], len(others))
-
-    in_parallel([*(stage.run for stage in stages if stage.name == HOST), run_on_gpus], 2)
+        for ended in host:
+            ended.result()
 
 
 def run_stages(stages: Sequence[Stage], concurrent: bool) -> None:

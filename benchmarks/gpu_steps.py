@@ -74,11 +74,9 @@ class Plan:
 def shared_jobs(jobs: int, concurrent: bool) -> dict[str, int]:
     """Return the number of processes by stage. Concurrent stages together get at most 1.75 times ``jobs``.
 
-    The stage ``host`` is not counted. It usually ends beside the steps that are alone on the GPUs, and uses no GPU
-    memory but for a context of some processes.
-
     More processes than cores keep the cores busy while one stage starts, collects or waits for its last tests. The
-    sanitizer and the fuzzer get fewer processes, because each of them takes more of the GPU's memory.
+    sanitizer and the fuzzer get fewer processes, because each of them takes more of the GPU's memory. The stage
+    ``host`` is not counted: it usually ends before the other stages use all their processes.
     """
     if not concurrent:
         return {HOST: jobs, "tests": jobs, "sanitizer": jobs, "fuzz": min(14, jobs)}

@@ -300,9 +300,7 @@ def test_a_forked_child_starts_threads_of_its_own(least_work: int, monkeypatch: 
         with warnings.catch_warnings():
             # Newer Pythons warn of a fork in a process with threads.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = context.Process(
-                target=run_in_child, args=(x, theirs), daemon=True
-            )  # ends with the test if it hangs
+            child = context.Process(target=run_in_child, args=(x, theirs), daemon=True)  # not waited for if it hangs
             child.start()
         assert ours.poll(60)
         assert ours.recv() == expected

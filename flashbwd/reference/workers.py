@@ -39,10 +39,9 @@ def run_all(tasks: Sequence[Callable[[], T]], threads: int) -> list[T]:
     a thread of its own: its operators would wait forever for the threads that OpenMP had in the parent. This protects
     tasks only. As with PyTorch's own operators, large tensors outside of tasks need ``torch.set_num_threads(1)``.
     """
-    threads = min(threads, len(tasks))
-    if not tasks or (threads <= 1 and not (_forked and torch.get_num_threads() > 1)):
+    threads = max(min(threads, len(tasks)), 1)
+    if threads == 1 and not (_forked and torch.get_num_threads() > 1):
         return [task() for task in tasks]
-    threads = max(threads, 1)
     inference = torch.is_inference_mode_enabled()
     results: dict[int, T] = {}
     left = deque(enumerate(tasks))

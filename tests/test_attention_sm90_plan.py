@@ -517,32 +517,35 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
 
 
 @pytest.mark.parametrize(
-    ("changes", "in_order"),
+    ("changes", "default", "in_order"),
     [
-        ({"block_mask_queries_seen": 1088}, True),  # causal, 2048 queries
-        ({"block_mask_queries_seen": 2240}, True),
-        ({"block_mask_queries_seen": 2241}, False),
-        ({"block_mask_queries_seen": 2304, "head_dim": 64, "head_dim_v": 64, "list_block_m": 128}, True),
-        ({"block_mask_queries_seen": 2305, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False),
-        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, True),  # groups of 3 heads
-        ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False),
-        ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False),
-        ({"block_mask_queries_seen": 1088, "softcap": 30.0}, False),
-        ({"block_mask_queries_seen": 1088, "has_score_mod": True}, False),
-        ({"block_mask_queries_seen": 1088, "head_dim": 192, "head_dim_v": 128}, False),
+        ({"block_mask_queries_seen": 1088}, True, True),  # causal, 2048 queries
+        ({"block_mask_queries_seen": 1216}, True, True),
+        ({"block_mask_queries_seen": 1217}, False, True),
+        ({"block_mask_queries_seen": 2240}, False, True),
+        ({"block_mask_queries_seen": 2241}, False, False),
+        ({"block_mask_queries_seen": 1280, "head_dim": 64, "head_dim_v": 64, "list_block_m": 128}, True, True),
+        ({"block_mask_queries_seen": 1281, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False, True),
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, True, True),  # groups of 3 heads
+        ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False, False),
+        ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False, False),
+        ({"block_mask_queries_seen": 1088, "softcap": 30.0}, False, False),
+        ({"block_mask_queries_seen": 1088, "has_score_mod": True}, False, False),
+        ({"block_mask_queries_seen": 1088, "head_dim": 192, "head_dim_v": 128}, False, False),
     ],
     ids=str,
 )
-def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask_in_deterministic_mode(
-    host: ModuleType, changes: dict[str, Any], in_order: bool
+def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask(
+    host: ModuleType, changes: dict[str, Any], default: bool, in_order: bool
 ) -> None:
     sizes = {"seqlen_q": 8192, "seqlen_k": 8192, "total_q": 16384, "total_k": 16384, "heads_kv": 6}
     sizes |= {"head_dim": 128, "head_dim_v": 128, "window_left": -1, "window_right": -1}
     masked = {"has_block_mask": True, "block_mask_covers": True, "list_block_m": 64, "list_block_n": 128}
-    for deterministic in (False, True):
+    for deterministic, writes in ((False, default), (True, in_order)):
         plan = plan_of(host, **sizes | masked | changes, deterministic=deterministic)
-        assert (plan.backend, plan.sm90.last_add_writes_dq) == ("sm90", deterministic and in_order)
-        assert plan.sm90.dq_order == (host.DqOrder.kOrdered if deterministic else host.DqOrder.kUnordered)
+        assert (plan.backend, plan.sm90.last_add_writes_dq) == ("sm90", writes)
+        order = "kOrdered" if deterministic else "kFirstAndLast" if writes else "kUnordered"
+        assert plan.sm90.dq_order == getattr(host.DqOrder, order)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

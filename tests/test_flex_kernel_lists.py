@@ -104,24 +104,22 @@ def test_kernel_lists_describe_the_mask(
 
 
 @pytest.mark.parametrize(("name", "sizes", "heads_kv", "tile"), CASES)
-def test_the_turn_of_an_add_counts_the_adds_of_earlier_work_tiles_and_marks_the_last_one(
+def test_the_turns_of_an_add_count_the_adds_of_earlier_and_of_later_work_tiles(
     name: str, sizes: tuple[int, int, int, int], heads_kv: int, tile: tuple[int, int]
 ) -> None:
     lists = lists_of(name, sizes, heads_kv, tile)
     for plane in lists.lists.flatten(0, 1).tolist():
         before: dict[tuple[int, int], int] = defaultdict(int)
-        ended: set[tuple[int, int]] = set()
+        after: dict[tuple[int, int], list[int]] = defaultdict(list)
         lengths = [count for _, _, count, _ in plane]
         assert lengths == sorted(lengths, reverse=True)
         assert sorted(key_block for key_block, *_ in plane) == list(range(len(plane)))
         for _, first, count, _ in plane:
-            for m, member, _, turn in lists.entries[first : first + count].tolist():
-                assert turn % 2**31 == before[m, member]
-                assert (m, member) not in ended
+            for m, member, _, turns in lists.entries[first : first + count].tolist():
+                assert turns % 2**16 == before[m, member]
                 before[m, member] += 1
-                if turn < 0:
-                    ended.add((m, member))
-        assert ended == set(before)
+                after[m, member].append(turns % 2**32 // 2**16)
+        assert all(numbers == list(range(before[tile]))[::-1] for tile, numbers in after.items())
 
 
 def test_a_call_without_heads_is_refused() -> None:
@@ -136,7 +134,8 @@ def test_a_call_without_heads_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "seqlen", "heads_kv", "deterministic", "writes"),
     [
-        ("causal", 2048, 4, False, False),
+        ("causal", 2048, 4, False, True),
+        ("causal", 2560, 4, False, False),
         ("causal", 4096, 4, True, True),
         ("causal", 4608, 4, True, False),
         ("causal", 2048, 1, True, True),

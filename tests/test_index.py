@@ -192,15 +192,16 @@ def test_a_staggered_loop_wraps_around_after_the_last_block(
     first_index=st.integers(0, 9),
     first_head=st.integers(0, 9),
     entries=st.lists(st.tuples(*[st.integers(-1, 2**20)] * 4), max_size=6),
+    backwards=st.booleans(),
 )
 def test_a_listed_loop_visits_the_entries_of_its_list_in_order(
-    first_index: int, first_head: int, entries: list[tuple[int, int, int, int]]
+    first_index: int, first_head: int, entries: list[tuple[int, int, int, int]], backwards: bool
 ) -> None:
     expected = [
-        [first_index + i, first_head + head, block, bits, turn % 2**31, int(turn < 0)]
-        for i, (block, head, bits, turn) in enumerate(entries)
+        [first_index + i, first_head + head, block, bits, turns % 2**16, turns % 2**32 // 2**16]
+        for i, (block, head, bits, turns) in enumerate(entries[::-1] if backwards else entries)
     ]
-    assert host.listed_positions(first_index, first_head, entries) == expected
+    assert host.listed_positions(first_index, first_head, entries, backwards) == expected
 
 
 @pytest.mark.parametrize("length", [2**30, INT_MAX])

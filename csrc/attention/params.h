@@ -58,8 +58,10 @@ struct alignas(16) QueryBlockEntry {
   int32_t query_block;
   int32_t head;               // query head within those of the KV head
   int32_t bits;               // index of its tile of bits, or -1 if every pair of the tile is visible
-  uint32_t adds_before : 31;  // entries of earlier lists with the same head and query block
-  uint32_t is_last : 1;       // no later list has such an entry
+  uint32_t turns;  // entries of earlier lists with the same head and query block; the high half: of later lists
+
+  FLASHBWD_HOST_DEVICE int32_t adds_before() const { return static_cast<int32_t>(turns & 0xffffu); }
+  FLASHBWD_HOST_DEVICE int32_t adds_after() const { return static_cast<int32_t>(turns >> 16); }
 };
 
 // A block mask. docs/kernels/attention_sm90_features.md describes the tiles of bits.

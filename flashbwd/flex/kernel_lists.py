@@ -4,18 +4,20 @@
 ``flashbwd::block_mask_attention_backward``. ``csrc/attention/params.h`` declares their rows as structs.
 
 lists    (batches, kv_heads, key_blocks, 4) int32    key block, index of its first entry, number of entries, 0
-entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, turn
+entries  (entries, 4) int32                          query block, query head within the KV head, bit tile or -1, turns
 bits     (tiles, words) int32                        the mask of a tile in the order of the kernels' registers
 
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
-- ``turn`` is the number of entries with the same query block and head in the lists before this one; bit 31 is set if
-  none follows, so that this add may write dq. In deterministic mode an add to dq waits for exactly these adds, so a
-  work tile waits only for work tiles that started before it.
+- ``turns`` is the number of entries with the same query block and head in the lists before this one, plus 2^16 times
+  the number of those in the lists after it. In deterministic mode an add to dq waits for exactly the adds before it, and
+  if the last add writes dq, that one waits for all others. sm90 hands out most lists from the last one to the first
+  then, so that the lists before are those that started before.
 - A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
   blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
 - Lists go from the last query block to the first. Work tiles of a causal mask then start at the same query block, and
-  each comes to a dq tile after those that add to it before. The other way, adds that are counted would wait for one
-  another from the first iteration on. Other calls are as fast in either order.
+  each comes to a dq tile after those that add to it before. sm90 visits lists that it hands out from the last one to the
+  first the other way: then the longest list comes to a dq tile long after the others. Without counted adds, either order
+  is as fast.
 """
 
 from __future__ import annotations
@@ -171,9 +173,9 @@ def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
 def _turns(
     plane: Tensor, member: Tensor, query_block: Tensor, place: Tensor, lists: KeyBlockLists, group: int
 ) -> tuple[Tensor, int]:
-    """Return, for each entry, how many entries of the same dq tile lie in earlier lists; and the number of dq tiles.
+    """Return, for each entry, how many entries of the same dq tile lie in earlier and in later lists (the high half).
 
-    Bit 31 is set in the last entry of a dq tile.
+    Also returns the number of dq tiles. Raises UnsupportedError if the numbers do not fit.
     """
     dq_tile = (plane * group + member) * lists.query_blocks + query_block
     by_tile = (dq_tile * lists.key_blocks + place).argsort()
@@ -182,11 +184,14 @@ def _turns(
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
     first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
-    turn = number - first
-    turn -= starts.roll(-1).long() << 31  # the entry before that with which the next dq tile starts
+    if not ordered.numel():
+        return number, 0
+    last = number.masked_fill(~starts.roll(-1), number[-1]).flip(0).cummin(0).values.flip(0)
+    if int((last - first).max()) >= 2**16:
+        raise UnsupportedError(f"more than {2**16} key blocks of block_mask see one query block")
     turns = torch.empty_like(number)
-    turns[by_tile] = turn
-    return turns, int(starts.sum()) if ordered.numel() else 0
+    turns[by_tile] = (number - first) + (last - number << 16)
+    return turns.where(turns < 2**31, turns - 2**32), int(starts.sum())
 
 
 def registers_of_bits(bits: Tensor) -> Tensor:

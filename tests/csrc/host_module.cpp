@@ -78,14 +78,16 @@ struct ListedTile : ListedLoop<true> {
 };
 
 // The positions that the iterator of a block mask visits. An entry has a query block, the head within the KV head, the
-// tile of bits, the number of adds before, and whether none follows (in the bits of the number, as in a tensor).
+// tile of bits, and the numbers of adds before and after (in one number, as in a tensor).
 std::vector<std::array<int32_t, 6>> listed_positions(int32_t first_index, int32_t first_head,
-                                                     const std::vector<std::array<int32_t, 4>>& entries) {
+                                                     const std::vector<std::array<int32_t, 4>>& entries,
+                                                     bool backwards) {
   std::vector<QueryBlockEntry> list(entries.size());
   static_assert(sizeof(QueryBlockEntry) == sizeof(entries[0]), "an entry is a row of an int32 tensor");
   if (!list.empty()) std::memcpy(list.data(), entries.data(), list.size() * sizeof(list[0]));
   ListedTile tile;
-  tile.entries = list.data();
+  tile.entries = backwards && !list.empty() ? &list.back() : list.data();
+  tile.entry_step = backwards ? -1 : 1;
   tile.first_index = first_index;
   tile.iterations = static_cast<int32_t>(list.size());
   tile.first_head = first_head;
@@ -97,7 +99,7 @@ std::vector<std::array<int32_t, 6>> listed_positions(int32_t first_index, int32_
       throw std::logic_error("the iterators differ");
     }
     found.push_back({step.index, step.head(), step.query_block(), step.entry.bits,
-                     static_cast<int32_t>(step.entry.adds_before), static_cast<int32_t>(step.entry.is_last)});
+                     step.entry.adds_before(), step.entry.adds_after()});
   }
   return found;
 }

@@ -14,7 +14,8 @@ struct ListedLoop {};
 
 template <>
 struct ListedLoop<true> {
-  const QueryBlockEntry* entries;
+  const QueryBlockEntry* entries;  // the first one that the loop visits
+  int32_t entry_step;              // 1, or -1 if it visits the list from its end
 };
 
 struct ListIterator {
@@ -33,7 +34,7 @@ struct ListIterator {
 
   template <typename Tile>
   FLASHBWD_HOST_DEVICE void advance(const Tile& tile) {
-    if (++index < end) entry = tile.entries[index - tile.first_index];
+    if (++index < end) entry = tile.entries[(index - tile.first_index) * tile.entry_step];
   }
 
  private:
@@ -58,7 +59,7 @@ struct SmallListIterator {
 
  private:
   FLASHBWD_HOST_DEVICE void read() {
-    if (index < tile.first_index + tile.iterations) entry = tile.entries[index - tile.first_index];
+    if (index < tile.first_index + tile.iterations) entry = tile.entries[(index - tile.first_index) * tile.entry_step];
   }
 };
 

@@ -45,7 +45,7 @@ struct ListedIteration {
 
   __device__ __forceinline__ int32_t query_block(const ListedWorkTile&) const { return entry.query_block; }
   __device__ __forceinline__ int32_t adds_before(const ListedWorkTile&, int32_t, int32_t, int32_t) const {
-    return entry.adds_before;
+    return entry.adds_before();
   }
 
  private:

@@ -120,7 +120,7 @@ struct StoreWarps {
       } else {
         offer_buffer<kBuffer>(lane);
         if (lane == 0) {
-          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_add(it));
+          next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_entry(it));
           // Counted adds may wait for the adds before them while dq is not ready yet.
           if (params.schedule.counts_adds()) begin_add(params, add);
         }
@@ -194,7 +194,7 @@ struct StoreWarps {
     DqAdd next;
     if (lane == 0 && params.dq.semaphores != nullptr) {
       next = add_of_tile<Traits>(params, work, 0, it.head(), it.query_block());
-      count_adds_before<Traits>(params, work, it.query_block(), next, listed_add(it));
+      count_adds_before<Traits>(params, work, it.query_block(), next, listed_entry(it));
     }
     if (!__any_sync(0xffffffffu, next.is_last)) {
       offer_buffer<kBuffer>(lane);

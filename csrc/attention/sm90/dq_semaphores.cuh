@@ -44,17 +44,13 @@ struct DqAdd {
   bool is_last = false;  // the last add to the tile, which writes dq
 };
 
-// What a block mask says about the add of an iteration.
-struct ListedAdd {
-  int32_t adds_before = 0;
-  bool is_last = false;
-};
+// The entry of an iteration, if a block mask lists it.
 template <typename Iterator>
-__device__ __forceinline__ ListedAdd listed_add(const Iterator& it) {
+__device__ __forceinline__ QueryBlockEntry listed_entry(const Iterator& it) {
   if constexpr (std::is_same_v<Iterator, QueryIterator>) {
     return {};
   } else {
-    return {static_cast<int32_t>(it.entry.adds_before), it.entry.is_last != 0};
+    return it.entry;
   }
 }
 
@@ -85,10 +81,11 @@ __device__ __forceinline__ DqAdd add_of_tile(const KernelParams& params, const t
 // Fills in the number of adds before this one. Only if Schedule::counts_adds().
 template <typename Traits>
 __device__ __forceinline__ void count_adds_before(const KernelParams& params, const typename Traits::WorkTile& work,
-                                                  int32_t query_block, DqAdd& add, ListedAdd listed) {
-  bool is_last = listed.is_last;
+                                                  int32_t query_block, DqAdd& add, const QueryBlockEntry& listed) {
+  bool is_last;
   if constexpr (Traits::WorkTile::kListed) {
-    add.required = listed.adds_before;
+    add.required = work.reversed ? listed.adds_after() : listed.adds_before();
+    is_last = (work.reversed ? listed.adds_before() : listed.adds_after()) == 0;
   } else {
     const Visibility& v = work.visibility;
     const int32_t first_query = query_block * Traits::kBlockM;
@@ -121,7 +118,7 @@ inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) 
 // before the add is complete, so the latencies overlap; one fence serves both.
 template <typename Traits>
 __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
-                                         int32_t rank, int32_t head, int32_t query_block, ListedAdd listed) {
+                                         int32_t rank, int32_t head, int32_t query_block, const QueryBlockEntry& listed) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
   DqAdd next = add_of_tile<Traits>(params, work, rank, head, query_block);

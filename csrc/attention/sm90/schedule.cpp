@@ -38,9 +38,6 @@ bool can_write_dq(const AttentionProblem& p) {
 // windows, whose fp32 dq would leave L2 before the postprocess.
 bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile) {
   if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
-  // Without an order, the last list that has a query block comes to its dq tile at the same time as the others, and
-  // waits until their adds are complete: documents took up to 1.85 times as long.
-  if (p.has_block_mask && !p.deterministic) return false;
   // A block mask counts whole tiles: up to block_m + block_n more than a causal mask or a window with the same pairs.
   const int64_t rounded_up = p.has_block_mask ? tile.block_m + tile.block_n : 0;
   const int64_t seen = queries_seen(p) - rounded_up, group = p.heads / p.heads_kv;
@@ -180,7 +177,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_counts_adds(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kFirstAndLast : DqOrder::kUnordered;
-  s.reversed = s.counts_adds() && is_causal(p) && !is_gqa(p);
+  s.reversed = s.counts_adds() && (is_causal(p) || p.has_block_mask) && !is_gqa(p);
   if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
 

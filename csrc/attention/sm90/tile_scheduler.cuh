@@ -121,7 +121,8 @@ struct WorkTile : ListedLoop<kListed_> {
     find_key_block(params, state, tile.key_block);
     reload_from_smem();
     head_kv = gradient_head / schedule.gqa_splits;
-    if constexpr (kListed) key_block = list_of(p, tile.key_block).key_block;
+    if constexpr (kListed) find_list(p);
+    reload_from_smem();
     const int32_t heads = p.heads / heads_kv;
     first_head = gradient_head * heads;
     end_head = first_head + heads;
@@ -132,15 +133,12 @@ struct WorkTile : ListedLoop<kListed_> {
     query_range = query_blocks(visibility, key_block, kBlockM, kBlockN);
     reload_from_smem();
     interior = interior_query_blocks(visibility, key_block, kBlockM, kBlockN);
-    iterations = query_range.size() * (end_head - first_head);
-    if constexpr (kListed) {
-      iterations = list_of(p, tile.key_block).entries;
-      const QueryBlockEntry* const entries = p.block_mask.entries + list_of(p, tile.key_block).first_entry;
-      this->entries = entries;
-      if (iterations > 0) {  // in either order; with one query head per KV head, which the flags below are for
-        const int32_t first = entries[0].query_block, last = entries[iterations - 1].query_block;
-        query_range = {min(first, last), max(first, last) + 1};
-      }
+    if constexpr (!kListed) {
+      iterations = query_range.size() * (end_head - first_head);
+    } else if (iterations > 0) {  // with one query head per KV head, which the flags below are for
+      const int32_t first = this->entries[0].query_block;
+      const int32_t last = this->entries[(iterations - 1) * this->entry_step].query_block;
+      query_range = {min(first, last), max(first, last) + 1};
     }
     reload_from_smem();
     first_flag = last_flag = (batch * p.heads + first_head) * params.preprocess.flags_per_head;
@@ -182,8 +180,14 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 
  private:
-  __device__ const KeyBlockList& list_of(const AttentionBackwardParams& p, int32_t number) const {
-    return p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + number];
+  // Reads the list that is number `key_block` in its order.
+  __device__ void find_list(const AttentionBackwardParams& p) {
+    const KeyBlockList& list =
+        p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + key_block];
+    key_block = list.key_block;
+    iterations = list.entries;
+    this->entries = p.block_mask.entries + list.first_entry + (reversed ? iterations - 1 : 0);
+    this->entry_step = reversed ? -1 : 1;
   }
 
   // `number`: index of the key block or pair within its head, in the order of the schedule.

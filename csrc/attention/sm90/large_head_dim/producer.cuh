@@ -127,7 +127,7 @@ struct Producer {
         continue;
       }
       const DqRows rows = dq_rows(params, work, it.head(), it.query_block() * Traits::kBlockM);
-      next_add<Traits>(params, add, work, rank, it.head(), it.query_block(), listed_add(it));
+      next_add<Traits>(params, add, work, rank, it.head(), it.query_block(), listed_entry(it));
       // Counted adds may wait for the adds before them while dq is not ready yet.
       if (params.schedule.counts_adds()) begin_add(params, add);
 #pragma unroll 1

@@ -47,7 +47,7 @@ BlockMaskView block_mask_view(const AttentionArguments& a) {
   const TensorDesc& lists = a.block_lists;
   view.lists = static_cast<const KeyBlockList*>(lists.data);
   view.entries = static_cast<const QueryBlockEntry*>(a.block_entries.data);
-  view.bits = static_cast<const uint32_t*>(a.block_bits.data);
+  view.bits = static_cast<const int32_t*>(a.block_bits.data);
   view.head_stride = lists.sizes[1] == 1 ? 0 : lists.sizes[2];
   view.batch_stride = lists.sizes[0] == 1 ? 0 : lists.sizes[1] * lists.sizes[2];
   return view;

@@ -56,8 +56,8 @@ struct KeyBlockList {
 // One iteration of a query loop.
 struct alignas(16) QueryBlockEntry {
   int32_t query_block;
-  int32_t head;               // query head within those of the KV head
-  int32_t bits;               // index of its tile of bits, or -1 if every pair of the tile is visible
+  int32_t head;    // query head within those of the KV head
+  int32_t bits;    // index of its tile of bits, or -1 if every pair of the tile is visible
   uint32_t turns;  // entries of earlier lists with the same head and query block; the high half: of later lists
 
   FLASHBWD_HOST_DEVICE int32_t adds_before() const { return static_cast<int32_t>(turns & 0xffffu); }
@@ -68,7 +68,7 @@ struct alignas(16) QueryBlockEntry {
 struct BlockMaskView {
   const KeyBlockList* lists = nullptr;  // (batch or 1, heads_kv or 1, key blocks); null: no block mask
   const QueryBlockEntry* entries = nullptr;
-  const uint32_t* bits = nullptr;
+  const int32_t* bits = nullptr;
   int64_t batch_stride = 0;  // in lists; 0: all batches share them
   int64_t head_stride = 0;
 };

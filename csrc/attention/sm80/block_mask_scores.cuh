@@ -18,7 +18,7 @@ struct TileBits {
   static constexpr int kAllBits = Traits::kKeyTiles * 2 * kBits;  // of a thread
   uint32_t words[(kAllBits + 31) / 32];  // the keys one after the other; bits that are left over are 1
 
-  __device__ __forceinline__ void load(const uint32_t* bits, int32_t tile) {
+  __device__ __forceinline__ void load(const int32_t* bits, int32_t tile) {
     for (uint32_t& word : words) word = tile < 0 ? ~0u : kAllBits < 32 ? ~0u << kAllBits % 32 : 0;
     if (tile < 0) return;  // every pair is visible
     const int64_t keys = int64_t{tile} * (Traits::kBlockN / 16) + Traits::warp_n() * Traits::kKeyTiles;
@@ -42,7 +42,7 @@ struct TileBits {
 
  private:
   // kBits bits from bit `first` on.
-  static __device__ __forceinline__ uint32_t of_key(const uint32_t* bits, int64_t first) {
+  static __device__ __forceinline__ uint32_t of_key(const int32_t* bits, int64_t first) {
     const auto* const bytes = reinterpret_cast<const uint8_t*>(bits) + first / 8;
     if constexpr (kBits == 16) return __ldg(reinterpret_cast<const uint16_t*>(bytes));
     return __ldg(bytes) >> first % 8 & ((1 << kBits) - 1);

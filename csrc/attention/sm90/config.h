@@ -126,9 +126,7 @@ constexpr bool last_writes_dq(const Tile& tile) {
 }
 
 // True if the kernel with heads outermost always counts adds.
-constexpr bool by_heads_counts_adds(const Tile& tile) {
-  return last_writes_dq(tile) && tile.head_dim == 128 && !has(tile, feature::kBlockMask);
-}
+constexpr bool by_heads_counts_adds(const Tile& tile) { return last_writes_dq(tile) && tile.head_dim == 128; }
 
 // Semaphores per dq tile: each CTA of a cluster adds its own columns.
 constexpr int semaphores_of_tile(const Tile& tile) { return is_large(tile) ? tile.ctas : 1; }

@@ -118,7 +118,8 @@ inline __device__ void finish_add(const KernelParams& params, const DqAdd& add) 
 // before the add is complete, so the latencies overlap; one fence serves both.
 template <typename Traits>
 __device__ __forceinline__ void next_add(const KernelParams& params, DqAdd& add, const typename Traits::WorkTile& work,
-                                         int32_t rank, int32_t head, int32_t query_block, const QueryBlockEntry& listed) {
+                                         int32_t rank, int32_t head, int32_t query_block,
+                                         const QueryBlockEntry& listed) {
   if (params.dq.semaphores == nullptr) return;
   const bool counts = params.schedule.counts_adds();
   DqAdd next = add_of_tile<Traits>(params, work, rank, head, query_block);

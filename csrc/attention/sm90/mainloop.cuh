@@ -216,10 +216,10 @@ struct Mainloop {
   __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
     const int32_t stage = DoutRing::stage(it.index);
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
+    tile_mask.load(*this);
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
     const QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];
-    tile_mask.load(*this);
     ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
       for_each_query<0, kBlockM / 2>(QueryValues<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });

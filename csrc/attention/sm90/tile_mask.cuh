@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "../../common/ordered.cuh"
 #include "../../common/wgmma_fragments.cuh"
 #include "../index/query_iterator.h"
 #include "../index/tile_visibility.h"
@@ -98,13 +99,14 @@ struct BitMask {
     return {smem.listed, work.first_index, work.first_index + work.iterations};
   }
 
+  // The words come while S is computed: ptxas would sink a plain load to their use, behind the wait for S.
   template <typename Consumer>
   __device__ __forceinline__ void load(const Consumer& c) {
     const int32_t tile = c.it.entry().bits;
     const int64_t word = (int64_t{tile} * kConsumerThreads + read_thread() - kWarpgroupThreads) * kWords;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      visible[i] = tile >= 0 ? __ldg(c.params.attention.block_mask.bits + word + i) : ~0u;
+      visible[i] = tile >= 0 ? load_relaxed(c.params.attention.block_mask.bits + word + i) : ~0u;
     }
   }
   __device__ __forceinline__ const uint32_t* words() const { return visible; }

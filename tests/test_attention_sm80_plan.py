@@ -117,6 +117,7 @@ def test_every_device_from_compute_capability_8_on_is_supported(host: ModuleType
     ("head_dims", "large", "small"),
     [
         ((8, 8), (128, 128), (64, 128)),
+        ((33, 32), (128, 128), (64, 128)),
         ((64, 64), (128, 128), (64, 128)),
         ((72, 64), (64, 128), (64, 64)),
         ((96, 80), (64, 128), (64, 64)),

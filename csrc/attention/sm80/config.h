@@ -59,6 +59,8 @@ enum class Variant : int32_t {
 // The comments give the accumulator registers per thread, dk and dv + s and dp, and the shared memory. For each element
 // size and head dimension the rows are in order of preference; tile_for returns the first that fits the device.
 constexpr Tile kTiles[] = {
+    {2, 32, 128, 128, 4, 2, 4, 2},  // 32 + 128 registers, 114 KB
+    {2, 32, 64, 128, 8, 1, 4, 2},   // 32 + 64 registers, 49 KB
     {2, 64, 128, 128, 4, 2, 4, 2},  // 64 + 128 registers, 162 KB
     {2, 64, 64, 128, 8, 1, 2, 2},   // 64 + 64 registers, 81 KB
     {2, 96, 64, 128, 4, 2, 4, 2},   // 96 + 64 registers, 131 KB
@@ -95,13 +97,13 @@ constexpr bool has_shared_bias_kernel(const Tile& tile) { return has_whole_heads
 
 // Whether the kBias kernel can add to a shared gradient in any order. At head dimension 64, the kernel of the large
 // tile has no register left for this, and kSharedBias is used.
-constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kernel(tile) || tile.head_dim > 64; }
+constexpr bool bias_kernel_adds(const Tile& tile) { return !has_shared_bias_kernel(tile) || tile.head_dim != 64; }
 
 // Tiles that have a kLoadsAhead kernel. It loads the first tiles of the next work tile during the last iteration of the
-// current one, which needs shared memory for a second k and v. At head dimension 64 the kWholeHeads kernels do so too.
+// current one, which needs shared memory for a second k and v. Up to head dimension 64, kWholeHeads kernels do so too.
 constexpr bool has_loads_ahead(const Tile& tile) { return has_whole_heads(tile); }
 constexpr bool loads_ahead(const Tile& tile, Variant variant) {
-  return variant == Variant::kLoadsAhead || (variant == Variant::kWholeHeads && tile.head_dim == 64);
+  return variant == Variant::kLoadsAhead || (variant == Variant::kWholeHeads && tile.head_dim <= 64);
 }
 constexpr int32_t keys_bytes(const Tile& tile) { return 2 * tile.block_n * tile.row_bytes(); }
 
@@ -120,7 +122,7 @@ constexpr bool refills(const Tile& tile, Variant variant) {
 // Tiles that have kBlockMask and kGenerated kernels. Head dimensions between these take the next larger tile. No tile
 // has more than 128 queries or keys, so a block of 128 is never loaded because of its neighbour.
 constexpr bool has_block_mask_kernel(const Tile& tile) {
-  return !tile.large && tile.head_dim != 96 && tile.head_dim != 160;
+  return !tile.large && tile.head_dim != 32 && tile.head_dim != 96 && tile.head_dim != 160;
 }
 
 // Shared memory beyond Tile::shared_bytes(): scheduler state, barriers, and the alignment of tiles to 1024 bytes.

@@ -116,16 +116,25 @@ def test_alibi_as_a_score_mod_runs_sm80(form: str, sm80: None) -> None:
     check(p, flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)[:3])
 
 
-def test_float32_products_round_to_tf32_only_if_pytorch_allows_it(sm80: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """PyTorch's settings of matrix products; the precision is restored after the test."""
+    settings: Any = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+def test_float32_products_round_to_tf32_only_if_pytorch_allows_it(sm80: None, matmul: Any) -> None:
     p, block_mask = public_problem(Case("documents", seqlen_q=500, seqlen_k=500, head_dim=64, dtype=FP32))
 
     def grads() -> Any:
         return flashbwd.flex_attention_backward(*p.tensors, p.lse, block_mask=block_mask, enable_gqa=True)[:3]
 
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    matmul.fp32_precision = "ieee"
     exact = grads()
     check(p, exact)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    matmul.fp32_precision = "tf32"
     for rounded, precise in zip(grads(), exact, strict=True):
         error = (rounded - precise).norm() / precise.norm()
         assert 1e-5 < error < 3e-3

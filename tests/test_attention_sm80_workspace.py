@@ -23,7 +23,7 @@ PACKED = cases.Case(
 
 @pytest.mark.parametrize("target", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "in_order"])
-@pytest.mark.parametrize("head_dim", [64, 90, 320])
+@pytest.mark.parametrize("head_dim", [32, 64, 90, 320])
 @pytest.mark.parametrize("shape", [DENSE, PACKED], ids=str)
 def test_key_blocks_add_into_a_compact_accumulator(
     shape: cases.Case, head_dim: int, deterministic: bool, target: Target
@@ -63,7 +63,8 @@ def test_the_first_key_block_of_a_query_tile_stores_dq(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("heads", "seqlen_q", "seqlen_k", "head_dim"), [(2, 200, 270, 64), (4, 300, 300, 90), (2, 257, 400, 128)]
+    ("heads", "seqlen_q", "seqlen_k", "head_dim"),
+    [(2, 200, 270, 32), (2, 200, 270, 64), (4, 300, 300, 90), (2, 257, 400, 128)],
 )
 def test_calls_in_whole_heads_need_no_accumulator(
     heads: int, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, deterministic: bool, target: Target

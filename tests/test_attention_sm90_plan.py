@@ -526,7 +526,9 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
         ({"block_mask_queries_seen": 2241}, False, False),
         ({"block_mask_queries_seen": 1280, "head_dim": 64, "head_dim_v": 64, "list_block_m": 128}, True, True),
         ({"block_mask_queries_seen": 1281, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False, True),
-        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, True, True),  # groups of 3 heads
+        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 11265}, True, True),  # 534 lists, four waves
+        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 11136}, False, True),  # 522 lists
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, False, True),  # groups of 3 heads
         ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False, False),
         ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False, False),
         ({"block_mask_queries_seen": 1088, "softcap": 30.0}, False, False),
@@ -546,6 +548,7 @@ def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask(
         assert (plan.backend, plan.sm90.last_add_writes_dq) == ("sm90", writes)
         order = "kOrdered" if deterministic else "kFirstAndLast" if writes else "kUnordered"
         assert plan.sm90.dq_order == getattr(host.DqOrder, order)
+        assert plan.sm90.reversed == ((deterministic or writes) and changes.get("heads_kv", 6) == 6)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -636,7 +639,7 @@ def test_large_calls_overlap_the_preprocess(host: ModuleType, changes: dict[str,
     head_dim=st.sampled_from([32, 64, 80, 96, 128, 192, 256]),
     windows=st.sampled_from([(-1, -1), (-1, 0), (255, 0), (100, 100), (5, -1)]),
     deterministic=st.booleans(),
-    varlen=st.booleans(),
+    layout=st.sampled_from(["dense", "packed", "block mask"]),
 )
 def test_every_schedule_covers_its_work_and_groups_whole_heads(
     rows: tuple[int, int],
@@ -645,12 +648,17 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
     head_dim: int,
     windows: tuple[int, int],
     deterministic: bool,
-    varlen: bool,
+    layout: str,
 ) -> None:
     host = load_host()
+    varlen = layout == "packed"
     sizes = {"batch": batch, "seqlen_q": rows[0], "seqlen_k": rows[1], "varlen": varlen}
     sizes |= {"total_q": batch * rows[0], "total_k": batch * rows[1], "deterministic": deterministic}
     sizes |= {"heads": heads[0], "heads_kv": heads[1], "head_dim": head_dim, "head_dim_v": head_dim}
+    if layout == "block mask":
+        windows = (-1, -1)
+        sizes |= {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": rows[0] // 2}
+        sizes |= {"list_block_m": 128 if head_dim <= 64 else 64, "list_block_n": 128}
     plan = plan_of(host, **sizes, window_left=windows[0], window_right=windows[1])
     schedule = plan.sm90
     key_blocks = -(-rows[1] // plan.block_n)

@@ -255,6 +255,12 @@ CASES = [
     Case("documents", heads=32, heads_kv=32, seqlen_q=2048, seqlen_k=2048, head_dim=64),
     Case("random_blocks", heads=16, heads_kv=16, seqlen_q=2048, seqlen_k=2048),
     Case("random_blocks", dlse=True, head_dim=64),
+    # the shortest lists first: with an order of adds, and without one because the last add writes dq
+    small(Case("documents", batch=1, heads=40, heads_kv=40)),
+    small(Case("causal", batch=1, heads=40, heads_kv=40, softcap=5.0, head_dim=64)),
+    Case("documents", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520),
+    Case("window", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520, head_dim=64),
+    Case("by_head", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520, alibi=True),
     # a cluster of two CTAs per key block
     Case("causal", head_dim=192),
     small(Case("documents", head_dim=192, head_dim_v=128)),
@@ -284,8 +290,10 @@ def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_deterministic_results_repeat_bit_for_bit(head_dim: int, softcap: float) -> None:
-    p = build(Case("random_blocks", seqlen_q=2048, seqlen_k=2048, head_dim=head_dim, heads=8, softcap=softcap))
+@pytest.mark.parametrize("heads_kv", [2, 8])
+def test_deterministic_results_repeat_bit_for_bit(heads_kv: int, head_dim: int, softcap: float) -> None:
+    sizes = {"heads": 8, "heads_kv": heads_kv, "seqlen_q": 2048, "seqlen_k": 2048}
+    p = build(Case("random_blocks", **sizes, head_dim=head_dim, softcap=softcap))
     first = p.run(deterministic=True)
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(first, p.run(deterministic=True), strict=True))

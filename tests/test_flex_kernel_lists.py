@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from functools import cache
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from kit.host import device_info, load_host, on_gpu
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from flashbwd._ops import call
-from flashbwd.flex.kernel_lists import KernelLists, kernel_lists
-from flashbwd.flex.lists import key_block_lists
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, _turns, kernel_lists
+from flashbwd.flex.lists import KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
 
 
@@ -122,6 +125,18 @@ def test_the_turns_of_an_add_count_the_adds_of_earlier_and_of_later_work_tiles(
         assert all(numbers == list(range(before[tile]))[::-1] for tile, numbers in after.items())
 
 
+def test_more_key_blocks_of_a_query_block_than_turns_can_count_are_refused() -> None:
+    def turns_of(key_blocks: int) -> Tensor:
+        place, zeros = torch.arange(key_blocks), torch.zeros(key_blocks, dtype=torch.int64)
+        lists = cast(KeyBlockLists, SimpleNamespace(query_blocks=1, key_blocks=key_blocks))
+        return _turns(zeros, zeros, zeros, place, lists, 1)[0]
+
+    place = torch.arange(2**16)
+    assert torch.equal(turns_of(2**16) % 2**32, place + ((2**16 - 1 - place) << 16))
+    with pytest.raises(UnsupportedError, match="more than 65536 key blocks"):
+        turns_of(2**16 + 1)
+
+
 def test_a_call_without_heads_is_refused() -> None:
     numbers, lse = torch.empty(0, 4, dtype=torch.int32, device="meta"), torch.empty(1, 0, 64, device="meta")
     x = torch.empty(1, 64, 0, 64, dtype=torch.bfloat16, device="meta")
@@ -132,25 +147,26 @@ def test_a_call_without_heads_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seqlen", "heads_kv", "deterministic", "writes"),
+    ("name", "batch", "seqlen", "heads_kv", "deterministic", "writes"),
     [
-        ("causal", 2048, 4, False, True),
-        ("causal", 2560, 4, False, False),
-        ("causal", 4096, 4, True, True),
-        ("causal", 4608, 4, True, False),
-        ("causal", 2048, 1, True, True),
-        ("causal", 4096, 1, True, False),
-        ("skips_queries", 512, 4, True, False),  # no list has the first query blocks
+        ("causal", 9, 2048, 4, False, True),
+        ("causal", 9, 2560, 4, False, False),
+        ("causal", 1, 2048, 4, False, False),  # too few lists
+        ("causal", 1, 4096, 4, True, True),
+        ("causal", 1, 4608, 4, True, False),
+        ("causal", 1, 2048, 1, True, True),
+        ("causal", 1, 4096, 1, True, False),
+        ("skips_queries", 1, 512, 4, True, False),  # no list has the first query blocks
     ],
 )
 def test_the_plan_of_a_call_knows_how_many_queries_a_key_block_sees(
-    name: str, seqlen: int, heads_kv: int, deterministic: bool, writes: bool
+    name: str, batch: int, seqlen: int, heads_kv: int, deterministic: bool, writes: bool
 ) -> None:
     host = load_host()
     lists = lists_of(name, (1, 4, seqlen, seqlen), heads_kv, (64, 128))
-    q = torch.empty(1, seqlen, 4, 128, dtype=torch.bfloat16)
-    k = torch.empty(1, seqlen, heads_kv, 128, dtype=torch.bfloat16)
-    tensors = {"dout": q, "q": q, "k": k, "v": k, "out": q, "softmax_lse": torch.empty(1, 4, seqlen)}
+    q = torch.empty(batch, seqlen, 4, 128, dtype=torch.bfloat16)
+    k = torch.empty(batch, seqlen, heads_kv, 128, dtype=torch.bfloat16)
+    tensors = {"dout": q, "q": q, "k": k, "v": k, "out": q, "softmax_lse": torch.empty(batch, 4, seqlen)}
     tensors |= {"block_lists": lists.lists, "block_entries": lists.entries, "block_bits": lists.bits}
     arguments = host.AttentionArguments()
     for argument, tensor in tensors.items():

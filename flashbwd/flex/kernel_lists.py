@@ -9,15 +9,16 @@ bits     (tiles, words) int32                        the mask of a tile in the o
 
 - List i of a (batch, KV head) is its i-th work tile. The longest come first, so that short ones fill the last wave.
 - ``turns`` is the number of entries with the same query block and head in the lists before this one, plus 2^16 times
-  the number of those in the lists after it. In deterministic mode an add to dq waits for exactly the adds before it, and
-  if the last add writes dq, that one waits for all others. sm90 hands out most lists from the last one to the first
-  then, so that the lists before are those that started before.
+  the number of those in the lists after it. In deterministic mode an add to dq waits for the adds of all lists that
+  were handed out earlier; otherwise only the last add waits, if it writes dq. If sm90 hands out the lists of a head
+  from the last one to the first (without grouped heads, and not in the last group of heads), the higher number counts
+  the earlier ones.
 - A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
   blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
 - Lists go from the last query block to the first. Work tiles of a causal mask then start at the same query block, and
-  each comes to a dq tile after those that add to it before. sm90 visits lists that it hands out from the last one to the
-  first the other way: then the longest list comes to a dq tile long after the others. Without counted adds, either order
-  is as fast.
+  each comes to a dq tile after those that add to it before. sm90 visits lists that it hands out from the last one to
+  the first the other way: then the longest list comes to a dq tile long after the others. Without counted adds, either
+  order is as fast.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists
     ------
     ValueError
         ``lists`` have no bits.
+    UnsupportedError
+        More than 2^16 key blocks see one query block.
     """
     if lists.bits is None:
         raise ValueError("lists have no bits, expected the bits of all partial tiles")

@@ -228,17 +228,18 @@ def _score_features() -> list[Case]:
         replace(base, name="softmax_scale", softmax_scale=0.3),
         replace(base, name="softmax_scale_0", softmax_scale=0.0),
         replace(base, name="softmax_scale_negative", softmax_scale=-0.5),
-        replace(base, name="softcap", softcap=1.5),
+        replace(base, name="softcap", softcap=1.5, head_dim=40),
         replace(base, name="softcap_large", softcap=30.0, causal=True),
         replace(base, name="alibi_heads", alibi="heads"),
-        replace(base, name="alibi_batch_causal", alibi="batch", causal=True),
+        replace(base, name="alibi_batch_causal", alibi="batch", causal=True, head_dim=40),
         replace(base, name="alibi_top_left", alibi="heads", causal="top_left"),
         replace(base, name="sink", sink="finite"),
-        replace(base, name="sink_minus_inf", sink="minus_inf", causal=True),
+        replace(base, name="sink_minus_inf", sink="minus_inf", causal=True, head_dim=40),
         replace(base, name="dlse", dlse=True),
         replace(base, name="dlse_sink_causal", dlse=True, sink="finite", causal=True),
         replace(base, name="bias_softcap_alibi_sink", bias="bhqk", softcap=2.0, alibi="heads", sink="finite"),
     ]
+    base = replace(base, head_dim=40)
     for bias in ("bhqk", "1hqk", "b1qk", "bh1k", "bhq1", "11qk", "1h11", "b111", "111k", "1111"):
         cases.append(replace(base, name=f"bias_{bias}", bias=bias))
     cases.append(replace(base, name="bias_float32", bias="1hqk", bias_float32=True))
@@ -267,7 +268,7 @@ def _score_features() -> list[Case]:
         replace(tiles, name="bias_tiles_padded", head_dim=64, seqlen_k=327, bias_layout="padded", causal=True),
         replace(tiles, name="bias_tiles_padded_shared", head_dim=128, seqlen_k=135, bias="1hqk", bias_layout="padded"),
         replace(tiles, name="bias_tiles_expanded", head_dim=128, bias_layout="expanded", window_size=(30, 20)),
-        replace(base, name="bias_tiles_shared_by_many", batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
+        replace(base, name="bias_tiles_shared_by_many", head_dim=16, batch=33, bias="11qk", seqlen_q=40, seqlen_k=40),
     ]
     # Many heads, sequences, queries or keys add to each element, so rounding of partial sums becomes visible.
     many = Case("many", 1, 128, 128, 72, 136, 64, 64, softmax_scale=0.02, dlse=True, one_sign=True)

@@ -119,7 +119,7 @@ constexpr bool refills(const Tile& tile, Variant variant) {
          (variant == Variant::kPlain || variant == Variant::kFirstStores);
 }
 
-// Tiles that have kBlockMask and kGenerated kernels. Head dimensions between these take the next larger tile. No tile
+// Tiles that have kBlockMask and kGenerated kernels. Other head dimensions take the next larger tile. No tile
 // has more than 128 queries or keys, so a block of 128 is never loaded because of its neighbour.
 constexpr bool has_block_mask_kernel(const Tile& tile) {
   return !tile.large && tile.head_dim != 32 && tile.head_dim != 96 && tile.head_dim != 160;

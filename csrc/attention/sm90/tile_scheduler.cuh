@@ -180,7 +180,7 @@ struct WorkTile : ListedLoop<kListed_> {
   }
 
  private:
-  // Reads the list that is number `key_block` in its order.
+  // Reads a list: `key_block`, its number, becomes the key block that it belongs to.
   __device__ void find_list(const AttentionBackwardParams& p) {
     const KeyBlockList& list =
         p.block_mask.lists[batch * p.block_mask.batch_stride + head_kv * p.block_mask.head_stride + key_block];

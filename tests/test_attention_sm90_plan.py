@@ -526,8 +526,8 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
         ({"block_mask_queries_seen": 2241}, False, False),
         ({"block_mask_queries_seen": 1280, "head_dim": 64, "head_dim_v": 64, "list_block_m": 128}, True, True),
         ({"block_mask_queries_seen": 1281, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False, True),
-        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 11265}, True, True),  # 534 lists, four waves
-        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 11136}, False, True),  # 522 lists
+        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22401}, True, True),  # 1056 lists, eight waves
+        ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22400}, False, True),  # 1050 lists
         ({"block_mask_queries_seen": 1557, "heads_kv": 2}, False, True),  # groups of 3 heads
         ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False, False),
         ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False, False),
@@ -540,7 +540,7 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
 def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask(
     host: ModuleType, changes: dict[str, Any], default: bool, in_order: bool
 ) -> None:
-    sizes = {"seqlen_q": 8192, "seqlen_k": 8192, "total_q": 16384, "total_k": 16384, "heads_kv": 6}
+    sizes = {"batch": 3, "seqlen_q": 8192, "seqlen_k": 8192, "total_q": 24576, "total_k": 24576, "heads_kv": 6}
     sizes |= {"head_dim": 128, "head_dim_v": 128, "window_left": -1, "window_right": -1}
     masked = {"has_block_mask": True, "block_mask_covers": True, "list_block_m": 64, "list_block_n": 128}
     for deterministic, writes in ((False, default), (True, in_order)):
@@ -677,10 +677,13 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
         starts = schedule.query_blocks // schedule.query_blocks_apart
         assert min(key_blocks, 66) <= starts * (2 if key_blocks <= 66 else 1)
     assert (schedule.dq_order == host.DqOrder.kOrdered) == deterministic
-    if schedule.reversed and not varlen:
-        # Whole groups of whole heads go in reverse order, the last group does not.
-        group = schedule.heads_per_group * schedule.tiles_per_head
-        assert group == 0 or schedule.work_tiles - schedule.reversed_tiles == group
+    group = schedule.heads_per_group * schedule.tiles_per_head
+    if not varlen and group > 0:
+        # The last group begins behind whole groups of whole heads. If heads are reversed, it has some heads.
+        assert schedule.last_group % group == 0
+        left = schedule.work_tiles - schedule.last_group
+        most = 4 * group - 1 if layout == "block mask" else group
+        assert (1 if schedule.reversed or layout == "block mask" else 0) <= left <= most
     if schedule.last_add_writes_dq:
         assert schedule.dq_order != host.DqOrder.kUnordered and not varlen
 

@@ -258,9 +258,8 @@ CASES = [
     # the shortest lists first: with an order of adds, and without one because the last add writes dq
     small(Case("documents", batch=1, heads=40, heads_kv=40)),
     small(Case("causal", batch=1, heads=40, heads_kv=40, softcap=5.0, head_dim=64)),
-    Case("documents", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520),
-    Case("window", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520, head_dim=64),
-    Case("by_head", heads=54, heads_kv=54, seqlen_q=520, seqlen_k=520, alibi=True),
+    Case("documents", heads=106, heads_kv=106, seqlen_q=520, seqlen_k=520),
+    Case("window", heads=106, heads_kv=106, seqlen_q=520, seqlen_k=520, head_dim=64),
     # a cluster of two CTAs per key block
     Case("causal", head_dim=192),
     small(Case("documents", head_dim=192, head_dim_v=128)),

@@ -691,6 +691,15 @@ def test_key_blocks_of_a_head_are_ascending_and_heads_form_groups() -> None:
             assert within == sorted(within)
 
 
+@pytest.mark.parametrize("last_head", [0, 2, 6, 8])
+def test_the_last_group_has_all_heads_that_are_left(last_head: int) -> None:
+    batch, heads, blocks, group = 2, 5, 4, 2
+    found = [host.dense_work_tile(i, batch, heads, blocks, group, last_head * blocks) for i in range(40)]
+    before = [host.dense_work_tile(i, batch, heads, blocks, group) for i in range(last_head * blocks)]
+    last = [(head // heads, head % heads, n) for n in range(blocks) for head in range(last_head, batch * heads)]
+    assert found == before + last
+
+
 def test_dense_work_tiles_are_64_bit() -> None:
     batch, heads, num_blocks = 65536, 128, 8192
     last = batch * heads * num_blocks - 1

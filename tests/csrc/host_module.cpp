@@ -98,8 +98,8 @@ std::vector<std::array<int32_t, 6>> listed_positions(int32_t first_index, int32_
         std::array{step.index, step.head(), step.query_block()}) {
       throw std::logic_error("the iterators differ");
     }
-    found.push_back({step.index, step.head(), step.query_block(), step.entry.bits,
-                     step.entry.adds_before(), step.entry.adds_after()});
+    found.push_back({step.index, step.head(), step.query_block(), step.entry.bits, step.entry.adds_before(),
+                     step.entry.adds_after()});
   }
   return found;
 }
@@ -392,6 +392,10 @@ void bind_order(py::module_& m) {
   m.def("dense_work_tile", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group) {
     return triple_of(dense_work_tile(index, batch, heads, num_key_blocks, head_group));
   });
+  m.def("dense_work_tile", [](int64_t index, int32_t batch, int32_t heads, int32_t num_key_blocks, int64_t head_group,
+                              int64_t last_group) {
+    return triple_of(dense_work_tile(index, batch, heads, num_key_blocks, head_group, last_group));
+  });
   m.def("varlen_work_tiles", &varlen_work_tiles);
   m.def("varlen_work_tile", [](int64_t index, const std::vector<int32_t>& cu_seqlens_k, int32_t heads, int32_t block_n,
                                int64_t head_group, int32_t list_blocks) {
@@ -420,7 +424,7 @@ void bind_sm90_schedule(py::module_& m) {
       .def_readonly("heads_per_group", &Schedule::heads_per_group)
       .def_readonly("key_blocks_per_group", &Schedule::key_blocks_per_group)
       .def_readonly("reversed", &Schedule::reversed)
-      .def_readonly("reversed_tiles", &Schedule::reversed_tiles)
+      .def_readonly("last_group", &Schedule::last_group)
       .def_readonly("work_tiles", &Schedule::work_tiles)
       .def_readonly("heads_outermost", &Schedule::heads_outermost)
       .def_readonly("wave_size", &Schedule::wave_size)

@@ -36,18 +36,30 @@ FLASHBWD_HOST_DEVICE constexpr int64_t heads_at_once(int64_t workers, int64_t al
 }
 
 // Dense inputs: 0 <= index < batch * heads * num_key_blocks, heads of all batches in one sequence. Index is an integer
-// type that holds every index; 32 bits save a GPU the divisions of 64.
+// type that holds every index; 32 bits save a GPU the divisions of 64. Work tiles from `last_group` on, where a group
+// begins, form one group.
+template <typename Index>
+FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
+                                                             int32_t num_key_blocks, int64_t head_group,
+                                                             Index last_group) {
+  const Index all_heads = Index{batch} * heads;
+  Index first = last_group / num_key_blocks, size = all_heads - first;  // heads of the group
+  if (index < last_group) {
+    size = static_cast<Index>(at_most(head_group, all_heads));  // keeps the product within the number of work tiles
+    first = index / (size * num_key_blocks) * size;
+  }
+  const Index within = index - first * num_key_blocks;
+  const Index head = first + within % size;
+  return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
+}
+
+// The last group has the heads that are left.
 template <typename Index>
 FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
                                                              int32_t num_key_blocks, int64_t head_group) {
   const Index all_heads = Index{batch} * heads;
-  // Keeps the product below within the number of work tiles.
   const Index width = static_cast<Index>(at_most(head_group, all_heads));
-  const Index group = index / (width * num_key_blocks);
-  const Index within = index - group * width * num_key_blocks;
-  const Index size = static_cast<Index>(at_most(width, all_heads - group * width));  // the last group may be smaller
-  const Index head = group * width + within % size;
-  return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
+  return dense_work_tile(index, batch, heads, num_key_blocks, width, all_heads / width * width * num_key_blocks);
 }
 
 // The batch entry and head of a dense work tile if all entries of a head follow one another, instead of all heads of an

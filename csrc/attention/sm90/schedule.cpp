@@ -39,10 +39,9 @@ bool can_write_dq(const AttentionProblem& p) {
 bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile, int64_t workers) {
   if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
   // Lists that do not go in reverse order come to a dq tile together, and the last one waits for all others: documents
-  // took up to 1.85 times as long. With GQA no list is reversed, and of each call one group of heads, about a wave, is
-  // not.
+  // took up to 1.85 times as long. With GQA no list is reversed, and the last group, up to three waves, never is.
   const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
-  if (p.has_block_mask && !p.deterministic && (is_gqa(p) || work_tiles < 4 * workers)) return false;
+  if (p.has_block_mask && !p.deterministic && (is_gqa(p) || work_tiles < 8 * workers)) return false;
   // A block mask counts whole tiles: up to block_m + block_n more than a causal mask or a window with the same pairs.
   const int64_t rounded_up = p.has_block_mask ? tile.block_m + tile.block_n : 0;
   const int64_t seen = queries_seen(p) - rounded_up, group = p.heads / p.heads_kv;
@@ -93,6 +92,16 @@ void choose_gqa(const AttentionProblem& p, const Tile& tile, int64_t sm_count, S
       consider(ceil_div(pairs, sm_count) * (longest + shortest) + sums, splits, true);
     }
   }
+}
+
+// The first work tile of the last group, of `heads` heads in all. If heads are reversed, the last group is not, so that
+// it ends with its short work tiles. A block mask may have a few long lists. The last group then has up to three times
+// as many heads: it begins with all of their long lists. With 8 documents of 69 to 2457 tokens per sequence,
+// simulations end 6 % earlier.
+int32_t choose_last_group(const AttentionProblem& p, int64_t heads, const Schedule& s) {
+  const int64_t groups = heads / s.heads_per_group;
+  const int64_t last = p.has_block_mask ? std::clamp<int64_t>(groups / 2, 1, 3) : s.reversed ? 1 : 0;
+  return static_cast<int32_t>(std::max<int64_t>(groups - last, 0)) * s.heads_per_group * s.tiles_per_head;
 }
 
 // KV heads (times GQA splits) per group. By default as many as have all their work tiles running at the same time, with
@@ -201,13 +210,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
     s.key_blocks_per_group =
         static_cast<int32_t>(heads_in_l2(20 << 20, tile.block_n, p.head_dim, p.head_dim_v, 2, p.heads / p.heads_kv));
   }
-  if (s.reversed) {
-    // The last group goes in LPT order, so that it ends evenly.
-    const int64_t before_last = std::max<int64_t>(batches_of(p, tile) * heads - s.heads_per_group, 0);
-    s.reversed_tiles =
-        p.varlen ? s.work_tiles
-                 : static_cast<int32_t>(before_last / s.heads_per_group * s.heads_per_group) * s.tiles_per_head;
-  }
+  s.last_group = p.varlen ? s.work_tiles : choose_last_group(p, batches_of(p, tile) * heads, s);
   constexpr int64_t kShortLoop = 8;  // iterations
   s.fetches_early = early_iterations(tile) > 0 && !(s.counts_adds() && queries_seen(p) < kShortLoop * tile.block_m);
   s.preprocess_ctas = choose_preprocess_ctas(p, tile, sm_count, s);

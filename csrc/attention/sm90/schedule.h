@@ -37,8 +37,8 @@ struct Schedule {
   int32_t tiles_per_head = 0;        // key blocks or pairs; dense inputs
   int32_t heads_per_group = 1;       // L2 swizzle: KV heads (times gqa_splits) whose work tiles are interleaved
   int32_t key_blocks_per_group = 0;  // packed inputs: a group gets more heads until it has so many key blocks
-  bool reversed = false;             // key blocks (or lists) are handed out, and add to dq, from the last one on ...
-  int32_t reversed_tiles = 0;        // ... in these first work tiles
+  int32_t last_group = 0;            // first work tile of the last group, which may have more heads
+  bool reversed = false;             // before last_group, a head's key blocks (or lists) go from the last to the first
   int32_t work_tiles = 0;            // an upper bound for packed inputs
   int32_t wave_size = 0;             // work tiles that run at the same time, each on a CTA or a cluster
 

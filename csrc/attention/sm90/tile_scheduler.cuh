@@ -110,7 +110,7 @@ struct WorkTile : ListedLoop<kListed_> {
     WorkTileIndex tile = p.cu_seqlens_k != nullptr
                              ? varlen_work_tile(state.tile, p.cu_seqlens_k, p.batch, heads_kv, kBlockN, heads_per_group)
                              : dense_work_tile(state.tile, (p.batch + kBatchEntries - 1) / kBatchEntries, heads_kv,
-                                               schedule.tiles_per_head, schedule.heads_per_group);
+                                               schedule.tiles_per_head, schedule.heads_per_group, schedule.last_group);
     exists = tile.batch >= 0;
     if (!exists) return;
     if (kBiased && schedule.batches_innermost) {
@@ -195,7 +195,7 @@ struct WorkTile : ListedLoop<kListed_> {
     const AttentionBackwardParams& p = params.attention;
     const Schedule& schedule = params.schedule;
     second = state.second;
-    reversed = schedule.reversed && state.tile < schedule.reversed_tiles;
+    reversed = schedule.reversed && state.tile < schedule.last_group;
     key_block = number;
     in_wave = {0, number, schedule.tiles_per_head};
     if (schedule.dispatch == Dispatch::kStatic) {

@@ -66,7 +66,16 @@ def test_the_bars_apply_from_64k_tokens_per_device() -> None:
     assert Bar("flashbwd ring", ONE_FLASHBWD, 1.8) in bars
 
 
-@pytest.mark.parametrize(("suite", "name"), [("scale", "scale: fp32 S256"), ("all", "cpu: fp32 B1 S512")])
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("suite", "name"),
+    [
+        ("scale", "scale: bf16 S32768" if ON_GPU else "scale: fp32 S256"),
+        ("all", "main: bf16 B32 S512" if ON_GPU else "cpu: fp32 B1 S512"),
+    ],
+)
 def test_a_case_that_does_not_exist_is_an_error_that_names_some_that_do(
     suite: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

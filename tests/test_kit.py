@@ -330,6 +330,21 @@ def test_limits_shrink_with_the_values_of_a_block() -> None:
         assert 0.002 < limit / (scale * float(expected.abs().max())) < 0.05
 
 
+def test_a_block_with_few_different_values_may_have_the_usual_error() -> None:
+    """All elements of dv are 0 or one value, which plain computations round well by chance."""
+    sizes = {"heads": 1, "heads_kv": 1, "head_dim": 24, "head_dim_v": 24, "seqlen_q": 13, "seqlen_k": 13}
+    lengths = {"seqlens_q": (13, 46), "seqlens_k": (13, 46), "seqused_q": (0, 4), "seqused_k": (0, 2), "slack": 1}
+    options = {"softmax_scale": 0.0, "bias": "11qk", "dropout_p": 0.9, "rng_seed": 0, "rng_offset": 0}
+    case = cases.Case("one_value", **sizes, **lengths, **options, dout_layout="expanded_scalar")
+    x = inputs.build(case, torch.float16, seed=123)
+    grads = {name: getattr(x.reference, name) for name in GRADIENTS}
+    rounding = torch.finfo(torch.float16).eps / 2
+    assert float(x.limits("dv", "reordered").max()) < rounding / 2 * float(x.reference.dv.max())
+    x.check(**grads | {"dv": x.reference.dv * (1 + rounding)})
+    with pytest.raises(AssertionError, match="dv: error"):
+        x.check(**grads | {"dv": x.reference.dv * (1 + 64 * rounding)})
+
+
 @pytest.mark.parametrize("rms", [False, True])
 def test_norm_oracle_agrees_with_torch(rms: bool) -> None:
     generator = torch.Generator().manual_seed(0)

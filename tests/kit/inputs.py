@@ -13,7 +13,7 @@ from . import dropout, oracle, tolerance
 from .cases import Case
 
 _DLSE_OF_ONE_SIGN = 64.0  # larger than |dp - delta|
-_A_HANDFUL = 1024  # elements of a small block
+_A_HANDFUL = 1024  # different values
 
 
 def forward_arguments(canonical: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +133,13 @@ class Inputs:
             exceeded = blocks.exceeded(actual, limits)
             if not bool(exceeded.any()):
                 break
-        if bool(exceeded.any()) and blocks.size <= _A_HANDFUL:
+        exceeded = exceeded & (blocks.distinct() <= _A_HANDFUL)
+        if bool(exceeded.any()):
             limits = torch.where(exceeded, self._usual_limits(blocks), limits)
         blocks.check(actual, limits)
 
     def _usual_limits(self, blocks: tolerance.Blocks) -> Tensor:
-        """Limits of blocks with few elements, from other random draws of the case.
+        """Limits of blocks with few different values, from other random draws of the case.
 
         In such a block the plain computations can be accurate by chance, and hypothesis finds such cases. Other draws
         show their usual error. No limit exceeds the limit of the whole tensor.
@@ -150,7 +151,7 @@ class Inputs:
             usual = usual.maximum(other.blocks(name).errors(getattr(result, name) for result in other.draw.naive))
         rounding = torch.finfo(self.dtype).eps * blocks.largest()
         limits = 2 * blocks.limits(usual) + rounding
-        if blocks.expected.numel() <= _A_HANDFUL:
+        if int(blocks.expected.unique().numel()) <= _A_HANDFUL:
             return limits
         reached = tolerance.largest_error(blocks.expected, (getattr(result, name) for result in self.draw.naive))
         return limits.clamp(max=tolerance.bound(blocks.expected, reached, self.dtype, softcap=blocks.softcap))

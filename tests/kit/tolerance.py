@@ -75,15 +75,10 @@ class Blocks:
     dtype: torch.dtype
     softcap: bool = False
 
-    @property
-    def size(self) -> int:
-        """Number of elements of a full block."""
-        rows = min(BLOCK_ROWS, self.expected.shape[-3 if self.gradient != "dbias" else -2]) if self.has_rows else 1
-        return rows * self.expected.shape[-1]
-
-    @property
-    def has_rows(self) -> bool:
-        return self.gradient in ("dq", "dk", "dv", "dbias")
+    def distinct(self) -> Tensor:
+        """Number of different values in each block. Hidden rows are zero, and a constant dout makes columns equal."""
+        ordered = in_blocks(self.expected, self.gradient).sort(-1).values
+        return 1 + (ordered[..., 1:] != ordered[..., :-1]).sum(-1)
 
     def largest(self) -> Tensor:
         """Largest absolute value of each block."""

@@ -42,6 +42,7 @@ FILES = {
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
+    "flex": f"{H200}-flex-20261129-105515",
     "short": f"{H200}-short-20261129-000846",
     "triangle": f"{H200}-triangle-20261129-040523",
     "cpu": "amd-epyc-all-20261121-015643",
@@ -174,6 +175,13 @@ def _row(heading: str, ours: str, over: str, **where: Any) -> Row:
 
 
 SCALE = ("scale_2", "scale_4")
+_FLEX_MASKS = {
+    "causal": "causal",
+    "documents": "causal documents",
+    "prefix": "prefix LM",
+    "window": "a window of {window} keys",
+}
+_MASK_ALONE: dict[str, Any] = {"table": "flex", "score": ""}
 
 SUMMARY = [
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=_MAIN),
@@ -223,6 +231,25 @@ SUMMARY = [
         for over, words in (
             (cases.ANY_PEER, "the fastest of PyTorch's"), (cases.COPY, "a device copy of the same bytes")
         )
+    ),
+    *(
+        Row(
+            f"FlexAttention, {words}, D {{head_dim}}, S {{seqlen}}", cases.OURS_FLEX, cases.FLEX,
+            "PyTorch's FlexAttention", _MASK_ALONE | {"mask": mask}, ("flex",),
+        )
+        for mask, words in _FLEX_MASKS.items()
+    ),
+    Row(
+        "FlexAttention, causal with softcap, ALiBi or a relative bias, D {head_dim}", cases.OURS_FLEX, cases.FLEX,
+        "PyTorch's FlexAttention", {"table": "flex", "score": lambda score: score != ""}, ("flex",),
+    ),
+    Row(
+        "FlexAttention", cases.OURS_FLEX, cases.PLAIN, "`attention_backward` with the same mask as an argument",
+        {"table": "flex"}, ("flex",),
+    ),
+    Row(
+        "FlexAttention, deterministic", cases.OURS_FLEX + cases.DETERMINISTIC, cases.OURS_FLEX,
+        "the same kernel, non-deterministic", {"table": "flex"}, ("flex",),
     ),
     Row(
         "triangle attention (a bias that all rows share, with its gradient), D {head_dim}, S {seqlen}", SM90, EFFICIENT,
@@ -433,6 +460,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "sm80": lambda: every_case(ATTENTION, SM80, [FLASH, EFFICIENT, SM80 + cases.DETERMINISTIC]),
     "short": lambda: every_case(["short"], cases.SHORT, [CUDNN, EFFICIENT, FLASH, cases.COPY, SM90, SM80]),
     "triangle": lambda: every_case(["triangle"], SM90, [EFFICIENT, SM80, ORDERED]),
+    "flex": lambda: every_case(
+        ["flex"], cases.OURS_FLEX, [cases.FLEX, cases.FLEX_TUNED, cases.OURS_FLEX + cases.DETERMINISTIC, cases.PLAIN]
+    ),
     "layer-norm": lambda: every_case(["layer_norm"], cases.NORM, [cases.COPY, "torch native", "Inductor", "Liger"]),
     "decoding": lambda: every_case(
         ["decoding"], cases.DECODING, [cases.SDPA, "flex", "flex max-autotune", *cases.DECODING_FORMS]

@@ -105,3 +105,19 @@ def test_a_case_without_a_kernel_is_unsupported_and_a_wrong_gradient_is_wrong(mo
     assert "query is on the CPU" in found["flashbwd flex"].reason
     assert found["a"].status == found["b"].status == results.WRONG and "dk" in found["a"].reason
     assert len(computed) == 1
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [("No valid triton configs. out of resource", results.UNSUPPORTED), ("out of memory", results.FAILED)],
+)
+def test_a_case_in_which_pytorchs_kernel_does_not_start_is_unsupported(
+    message: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(*_: Any, **__: Any) -> None:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(flex_peers.flashbwd, "flex_attention", forward)
+    chosen = [peers.Peer("flashbwd flex", flex_peers.ours(reference=True))]
+    found = runner.run_case(TINY, CPU, FAST, chosen, sets=1).peers["flashbwd flex"]
+    assert found.status == status and message in found.reason

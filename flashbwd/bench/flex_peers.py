@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,16 @@ def _rows_first(grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(grad.transpose(1, 2) for grad in grads)
 
 
+@contextlib.contextmanager
+def _where_pytorch_starts() -> Iterator[None]:
+    """Refuse a case in which a kernel of PyTorch needs more shared memory than the GPU has."""
+    try:
+        yield
+    except RuntimeError as error:
+        refuse("No valid triton configs" in str(error), f"PyTorch's kernel does not start: {error}")
+        raise
+
+
 def pytorch(mode: str | None = None) -> Callable[[FlexCase, AttentionInputs], Prepared]:
     """Prepare the compiled backward of PyTorch's flex_attention, with a mode of torch.compile."""
 
@@ -65,7 +76,7 @@ def pytorch(mode: str | None = None) -> Callable[[FlexCase, AttentionInputs], Pr
         inputs = tuple(t.transpose(1, 2).detach().requires_grad_() for t in (x.q, x.k, x.v))
         dout = x.dout.transpose(1, 2)
         start = _now(x)
-        with functorch_config.patch(donated_buffer=False):  # many backwards reuse the graph
+        with functorch_config.patch(donated_buffer=False), _where_pytorch_starts():  # many backwards reuse the graph
             compiled: Callable[..., Any] = torch.compile(flex_attention, mode=mode)
             out = compiled(*inputs, **options)
             torch.autograd.grad(out, inputs, dout, retain_graph=True)
@@ -84,7 +95,7 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
 
     def prepare(case: FlexCase, x: AttentionInputs) -> Prepared:
         q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
-        with torch.no_grad():
+        with torch.no_grad(), _where_pytorch_starts():
             out, lse = flashbwd.flex_attention(q, k, v, **_options(case, x), return_lse=True)
         options = _options(case, x) | {"deterministic": deterministic}  # the forward may have kept lists of its mask
         start = _now(x)

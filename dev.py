@@ -1,7 +1,8 @@
 """Sets up a fresh clone with one command: creates the environment `.venv`, builds flashbwd in place, and runs it.
 
 python3 dev.py demo [ARGS]    trains a small GPT with flashbwd's gradients and with PyTorch's: examples/train_gpt.py
-python3 dev.py test [ARGS]    runs the tests with pytest ARGS, in several workers unless ARGS name files
+python3 dev.py test [ARGS]    runs the tests with pytest ARGS; unless ARGS name files, in several workers, and without
+                              a GPU only the tests that need none
 python3 dev.py setup          only creates the environment and builds
 
 If this python can import a torch >= 2.10, the environment uses it. Otherwise pip installs a torch; on a machine without
@@ -23,6 +24,7 @@ ENV = ROOT / ".venv"
 PYTHON = ENV / "bin" / "python"
 MADE = ENV / "made.txt"  # exists if the environment is complete; otherwise the next run creates it again
 WORKERS = ["-n", "auto", "--maxprocesses", "16", "--dist", "worksteal"]  # options of pytest-xdist
+WITHOUT_GPU = ["-m", "not gpu"]  # to skip each of 13,000 tests would take two minutes
 COMMANDS = {"demo": ["examples/train_gpt.py"], "test": ["-m", "pytest"], "setup": []}
 
 
@@ -106,8 +108,10 @@ def main() -> None:
         has_xdist = (
             output("-c", "import importlib.util as u; print(u.find_spec('xdist') is not None)").strip() == "True"
         )
-        if has_xdist and all(argument.startswith("-") for argument in arguments):
-            arguments = [*WORKERS, *arguments]
+        if all(argument.startswith("-") for argument in arguments):
+            from build_tools.toolchain import gpus
+
+            arguments = [*(WORKERS if has_xdist else []), *([] if gpus() else WITHOUT_GPU), *arguments]
     os.chdir(ROOT)
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])
 

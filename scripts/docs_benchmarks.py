@@ -57,7 +57,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri != PAGE:
-        return markdown.replace("](../benchmarks/results/", f"]({PLOTS}/")
+        up = "../" * page.file.src_uri.count("/")  # from the page to docs/
+        return markdown.replace(f"]({up}../benchmarks/results/", f"]({up}{PLOTS}/")
     rules = (BENCHMARKS / "README.md").read_text().replace("](../docs/", "](")
     parts = [markdown, rules[rules.index("## ") :]]
     for result in newest_results():

@@ -111,7 +111,10 @@ def main() -> None:
         if all(argument.startswith("-") for argument in arguments):
             from build_tools.toolchain import gpus
 
-            arguments = [*(WORKERS if has_xdist else []), *([] if gpus() else WITHOUT_GPU), *arguments]
+            if not gpus():
+                arguments = [*WITHOUT_GPU, *arguments]
+            if has_xdist:
+                arguments = [*WORKERS, *arguments]
     os.chdir(ROOT)
     os.execv(PYTHON, [str(PYTHON), *COMMANDS[command], *arguments])
 

@@ -175,13 +175,6 @@ def _row(heading: str, ours: str, over: str, **where: Any) -> Row:
 
 
 SCALE = ("scale_2", "scale_4")
-_FLEX_MASKS = {
-    "causal": "causal",
-    "documents": "causal documents",
-    "prefix": "prefix LM",
-    "window": "a window of {window} keys",
-}
-_MASK_ALONE: dict[str, Any] = {"table": "flex", "score": ""}
 
 SUMMARY = [
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=_MAIN),
@@ -206,7 +199,7 @@ SUMMARY = [
     Row("sm90 deterministic, dense" , ORDERED, SM90, "the same kernel, non-deterministic", _DENSE),
     Row("sm90 deterministic, packed sequences", ORDERED, SM90, "the same kernel, non-deterministic", _PACKED),
     _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
-    _row("sm80, D {head_dim} (runs the kernel for D 64)", SM80, FLASH, head_dim=lambda d: d < 64),
+    _row("sm80, D {head_dim} (this run used the tile of D 64)", SM80, FLASH, head_dim=lambda d: d < 64),
     _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
     _row("sm80, windows of {window} keys", SM80, FLASH, **_WINDOW),
     _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),
@@ -235,9 +228,12 @@ SUMMARY = [
     *(
         Row(
             f"FlexAttention, {words}, D {{head_dim}}, S {{seqlen}}", cases.OURS_FLEX, cases.FLEX,
-            "PyTorch's FlexAttention", _MASK_ALONE | {"mask": mask}, ("flex",),
+            "PyTorch's FlexAttention", {"table": "flex", "score": "", "mask": mask}, ("flex",),
         )
-        for mask, words in _FLEX_MASKS.items()
+        for mask, words in (
+            ("causal", "causal"), ("documents", "causal documents"), ("prefix", "prefix LM"),
+            ("window", "a window of {window} keys"),
+        )
     ),
     Row(
         "FlexAttention, causal with softcap, ALiBi or a relative bias, D {head_dim}", cases.OURS_FLEX, cases.FLEX,

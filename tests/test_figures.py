@@ -194,7 +194,7 @@ def test_a_case_matches_one_value_or_one_of_a_set(wanted, has):
         ("sm80, packed", "lengths", [[1, 2]], [None]),
         ("sm90, bias", "bias_batch", [1, 4], [None]),
         ("sm80, bias", "bias_batch", [1, 4], [None]),
-        ("sm80, D {head_dim} (runs the kernel for D 64)", "head_dim", [32, 63], [64, 128]),
+        ("sm80, D {head_dim} (this run used the tile of D 64)", "head_dim", [32, 63], [64, 128]),
         ("decoding, {seqlen_q} queries", "seqlen_q", [2, 16], [1]),
     ],
 )

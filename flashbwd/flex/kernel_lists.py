@@ -186,9 +186,9 @@ def _turns(
     number = torch.arange(ordered.numel(), device=ordered.device)
     starts = torch.ones_like(ordered, dtype=torch.bool)
     starts[1:] = ordered[1:] != ordered[:-1]
-    first = number.masked_fill(~starts, 0).cummax(0).values if ordered.numel() else number
     if not ordered.numel():
         return number, 0
+    first = number.masked_fill(~starts, 0).cummax(0).values
     last = number.masked_fill(~starts.roll(-1), number[-1]).flip(0).cummin(0).values.flip(0)
     if int((last - first).max()) >= 2**16:
         raise UnsupportedError(f"more than {2**16} key blocks of block_mask see one query block")

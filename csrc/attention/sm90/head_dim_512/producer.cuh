@@ -19,12 +19,13 @@ struct Loader {
 
   // Called by the warp. Loads `atoms` atoms of a tile; `full` completes when these and `extra_bytes` of other copies
   // have arrived. Consumers never see rows of another sequence, or NaN past the end of one: such rows land first, and
-  // the warp zeroes them before it arrives at `full`.
+  // the warp zeroes them before it arrives at `full`. Every lane arrives, because racecheck follows threads.
   __device__ __forceinline__ void load(const TileRows& rows, uint8_t* destination, int32_t first_atom, int32_t atoms,
                                        uint64_t* full, uint32_t extra_bytes = 0) {
     const bool poisoned = params.rows_may_be_poisoned && rows.valid < kRows;
     uint64_t* const barrier = poisoned ? &landed : full;
-    if (elect_one()) {
+    const bool leads = elect_one();
+    if (leads) {
       mbarrier_arrive_expect(barrier, atoms * kAtomBytes + (poisoned ? 0 : extra_bytes));
 #pragma unroll 1
       for (int32_t atom = 0; atom < atoms; ++atom) {
@@ -32,14 +33,14 @@ struct Loader {
                        rows.head, rows.batch);
       }
     }
-    __syncwarp();
-    if (!poisoned) return;
-    mbarrier_wait(&landed, landed_phase);
-    landed_phase ^= 1;
-    zero_rows(destination, atoms, max(rows.valid, 0));
-    fence_async_shared();
-    __syncwarp();
-    if (elect_one()) mbarrier_arrive_expect(full, extra_bytes);
+    if (poisoned) {
+      mbarrier_wait(&landed, landed_phase);
+      landed_phase ^= 1;
+      zero_rows(destination, atoms, max(rows.valid, 0));
+      fence_async_shared();
+      if (leads) mbarrier_arrive_expect(full, extra_bytes);
+    }
+    if (!leads) mbarrier_arrive(full);
     __syncwarp();
   }
 

@@ -12,6 +12,7 @@ constexpr uint32_t kWarpgroupBarrier = 1;  // named barriers of the consumer war
 
 constexpr int kStages = 2;  // of streamed tiles; consumer warpgroup w starts with the tiles of stage w
 constexpr int kWarps = kWarpgroupThreads / 32;
+constexpr int kLoaders = 32;  // threads that arrive when a tile is complete: the lanes of a warp of the producer
 constexpr int kAtomBytes = kRows * kAtomRowBytes;
 constexpr int kScores = kRows * kRows / kWarpgroupThreads;  // of a tile of S or dP, per thread
 constexpr uint32_t kRowValueBytes = kRows * sizeof(float);
@@ -79,11 +80,11 @@ struct Traits {
   };
 
   static __device__ void init_barriers(KeyGradientsStorage& smem) {
-    mbarrier_init(&smem.kept_full, 1);
+    mbarrier_init(&smem.kept_full, kLoaders);
     mbarrier_init(&smem.landed, 1);
     for (int stage = 0; stage < kStages; ++stage) {
       for (int half = 0; half < 2; ++half) {
-        mbarrier_init(&smem.full[stage][half], 1);
+        mbarrier_init(&smem.full[stage][half], kLoaders);
         // The owner of the half, and the warpgroup that has computed S or dP from this stage
         mbarrier_init(&smem.empty[stage][half], half == stage ? kWarps : 2 * kWarps);
       }
@@ -95,14 +96,14 @@ struct Traits {
   }
 
   static __device__ void init_barriers(QueryGradientsStorage& smem) {
-    mbarrier_init(&smem.q_full, 1);
-    mbarrier_init(&smem.dout_full, 1);
+    mbarrier_init(&smem.q_full, kLoaders);
+    mbarrier_init(&smem.dout_full, kLoaders);
     for (int half = 0; half < 2; ++half) {
       mbarrier_init(&smem.landed[half], 1);
-      mbarrier_init(&smem.k_full[half], 1);
+      mbarrier_init(&smem.k_full[half], kLoaders);
       mbarrier_init(&smem.k_empty[half], half == 0 ? kWarps : 2 * kWarps);  // the warpgroup of S reads both halves
     }
-    init_ring(smem.v_full, 1, smem.v_empty, kWarpgroupThreads);
+    init_ring(smem.v_full, kLoaders, smem.v_empty, kWarpgroupThreads);
     mbarrier_init(&smem.dp_full, kWarpgroupThreads);
     mbarrier_init(&smem.ds_full, kWarpgroupThreads);
     fence_mbarrier_init();

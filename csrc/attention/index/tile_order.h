@@ -35,31 +35,35 @@ FLASHBWD_HOST_DEVICE constexpr int64_t heads_at_once(int64_t workers, int64_t al
   return heads;
 }
 
-// Dense inputs: 0 <= index < batch * heads * num_key_blocks, heads of all batches in one sequence. Index is an integer
-// type that holds every index; 32 bits save a GPU the divisions of 64. Work tiles from `last_group` on, where a group
-// begins, form one group.
+// The work tile with number `index` in a group of `size` heads that begins with head `first` of all batches.
 template <typename Index>
-FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
-                                                             int32_t num_key_blocks, int64_t head_group,
-                                                             Index last_group) {
-  const Index all_heads = Index{batch} * heads;
-  Index first = last_group / num_key_blocks, size = all_heads - first;  // heads of the group
-  if (index < last_group) {
-    size = static_cast<Index>(at_most(head_group, all_heads));  // keeps the product within the number of work tiles
-    first = index / (size * num_key_blocks) * size;
-  }
+FLASHBWD_HOST_DEVICE constexpr WorkTileIndex tile_in_group(Index index, Index first, Index size, int32_t heads,
+                                                           int32_t num_key_blocks) {
   const Index within = index - first * num_key_blocks;
   const Index head = first + within % size;
   return {static_cast<int32_t>(head / heads), static_cast<int32_t>(head % heads), static_cast<int32_t>(within / size)};
 }
 
-// The last group has the heads that are left.
+// Dense inputs: 0 <= index < batch * heads * num_key_blocks, heads of all batches in one sequence. Index is an integer
+// type that holds every index; 32 bits save a GPU the divisions of 64. The last group has the heads that are left.
 template <typename Index>
 FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
                                                              int32_t num_key_blocks, int64_t head_group) {
   const Index all_heads = Index{batch} * heads;
-  const Index width = static_cast<Index>(at_most(head_group, all_heads));
-  return dense_work_tile(index, batch, heads, num_key_blocks, width, all_heads / width * width * num_key_blocks);
+  const Index width = static_cast<Index>(at_most(head_group, all_heads));  // so that products are valid indices
+  const Index first = index / (width * num_key_blocks) * width;
+  const Index left = all_heads - first;
+  return tile_in_group(index, first, left < width ? left : width, heads, num_key_blocks);
+}
+
+// The same, but work tiles from `last_group` on, where a group begins, form one group.
+template <typename Index>
+FLASHBWD_HOST_DEVICE constexpr WorkTileIndex dense_work_tile(Index index, int32_t batch, int32_t heads,
+                                                             int32_t num_key_blocks, int64_t head_group,
+                                                             Index last_group) {
+  if (index < last_group) return dense_work_tile(index, batch, heads, num_key_blocks, head_group);
+  const Index first = last_group / num_key_blocks;
+  return tile_in_group(index, first, Index{batch} * heads - first, heads, num_key_blocks);
 }
 
 // The batch entry and head of a dense work tile if all entries of a head follow one another, instead of all heads of an

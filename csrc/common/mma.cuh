@@ -15,13 +15,15 @@
 
 namespace flashbwd {
 
-// The swizzle of the 16-byte vectors of a row: an XOR over eight vectors, or over four if the row is an odd number of
-// 64-byte halves (such rows alternate between two groups of banks anyway). kWords: elements of 32 bits, which are also
-// loaded singly, eight columns of four consecutive rows at a time, without bank conflicts.
+// The swizzle of the 16-byte vectors of a row: an XOR over eight vectors, over four if the row is an odd number of
+// 64-byte halves, or over two if it is an odd number of 32-byte quarters (such rows alternate between two or four
+// groups of banks anyway). kWords: elements of 32 bits, which are also loaded singly, eight columns of four consecutive
+// rows at a time, without bank conflicts.
 template <int kRowBytes, bool kWords = false>
 struct VectorSwizzle {
-  static_assert(kRowBytes % 64 == 0, "rows are a multiple of 64 bytes");
+  static_assert(kRowBytes % 32 == 0, "rows are a multiple of 32 bytes");
   static __device__ __forceinline__ uint32_t key(uint32_t row) {
+    if constexpr (kRowBytes % 64 != 0) return row / 4 % 2;
     if constexpr (kRowBytes % 128 != 0) return row / 2 % 4;
     return kWords ? row % 4 * 2 + row / 4 % 2 : row % 8;
   }
@@ -45,6 +47,15 @@ __device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
+
+#if __CUDA_ARCH__ >= 900
+// Stores what load_matrix_x4 loads.
+__device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+#endif
 
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   uint32_t value;
@@ -192,16 +203,20 @@ struct Mma {
   static __device__ __forceinline__ A operand(const Held& held) {
     return {{held.r[0], held.r[1], held.r[2], held.r[3]}};
   }
-  // Stores to rows `row` to row + 15 of a tile, columns from `column` on.
+  // Stores to rows `row` to row + 15 of a tile, columns from `column` on. A lane may store the elements of another one.
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {
     using Swizzle = VectorSwizzle<kRowBytes>;
+#if __CUDA_ARCH__ >= 900
+    store_matrix_x4(tile + Swizzle::offset(row + lane % 16, column / 8 + lane / 16), held.r);
+#else
     const uint32_t r = row + lane / 4, vector = column / 8, within = lane % 4 * 4;
     store_shared_word(tile + Swizzle::offset(r, vector) + within, held.r[0]);
     store_shared_word(tile + Swizzle::offset(r + 8, vector) + within, held.r[1]);
     store_shared_word(tile + Swizzle::offset(r, vector + 1) + within, held.r[2]);
     store_shared_word(tile + Swizzle::offset(r + 8, vector + 1) + within, held.r[3]);
+#endif
   }
 };
 

@@ -112,6 +112,12 @@ constexpr bool has_first_stores(const Tile& tile) {
   return tile.element_bytes == 2 && tile.head_dim == 256 && tile.block_m == 128;
 }
 
+// Whether a warp keeps its rows of k and v in registers as operands of s and dp.
+constexpr bool keeps_rows(const Tile& tile, Variant variant) {
+  const bool plain = variant == Variant::kPlain || variant == Variant::kLoadsAhead || variant == Variant::kWholeHeads;
+  return tile.element_bytes == 2 && tile.head_dim == 32 && tile.block_m == 128 && plain;
+}
+
 // Whether a kernel with one stage loads the first q, dout and v of the next work tile during the last iteration of the
 // current one, each as soon as its buffer is free.
 constexpr bool refills(const Tile& tile, Variant variant) {

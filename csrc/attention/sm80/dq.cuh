@@ -42,9 +42,8 @@ struct DqAccumulator {
     const AttentionBackwardParams& p = params.attention;
     const int32_t row = query_block * Traits::kBlockM + Traits::warp_q() * Traits::kQueryTiles * 16;
     const int32_t column = Traits::warp_d() * Traits::kColumnTiles * 8;
-    const int64_t first_row = p.cu_seqlens_q != nullptr ? work.sequence.begin_q : int64_t{work.batch} * p.seqlen_q;
-    blocks = params.dq_accumulator + first_row * p.heads * row_stride +
-             dq_row_offset(head, row, work.sequence.rows_q, row_stride) + column * kDqBlock + Traits::lane();
+    blocks = params.dq_accumulator + work.dq_begin + dq_row_offset(head, row, work.sequence.rows_q, row_stride) +
+             column * kDqBlock + Traits::lane();
     rows = work.sequence.rows_q - row;
     columns = p.head_dim - column;
   }

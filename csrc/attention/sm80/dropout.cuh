@@ -3,25 +3,40 @@
 
 #include <cstdint>
 
-#include "../../common/philox.cuh"
+#include "../../common/philox_fragments.cuh"
 #include "scores.cuh"
 
 namespace flashbwd::sm80 {
 
+// A product instead of a selection: selections have half of its throughput, and dropout has too many of them.
+__device__ __forceinline__ void multiply_by_zero_unless(uint32_t keeps, float& x) {
+  asm("{\n.reg .pred drops;\nsetp.eq.u32 drops, %1, 0;\n@drops mul.f32 %0, %0, 0f00000000;\n}" : "+f"(x) : "r"(keeps));
+}
+
 // One bit per element. A thread has two queries per 8-query tile, with a word each, and one key per octet (8 keys). The
-// bit within the word is given by the query tile and the octet.
+// bit within the word is given by the query tile and the octet: bytes and the bits of a byte are in the order in which
+// draw_flash() appends them.
 template <typename Traits>
 struct DropoutMask {
   using Position = ScorePosition<Traits>;
   static constexpr int kOctets = 2 * Traits::kKeyTiles;
   static_assert(Traits::kScoreTiles <= 8 && kOctets <= 4, "a word has one bit per element");
-  static constexpr uint32_t kEveryTile = 0x11111111u;  // the bits of octet 0 in every tile
 
   uint32_t words[2] = {};
 
-  static constexpr __device__ __forceinline__ int bit(int nt, int octet) { return nt % 2 * 16 + nt / 2 * 4 + octet; }
-  __device__ __forceinline__ bool keeps(int mt, int nt, int e) const {
-    return (words[e % 2] & 1u << bit(nt, mt * 2 + e / 2)) != 0;
+  static constexpr __device__ __forceinline__ int tile_bit(int nt) {
+    return nt % 2 * 8 + nt / 2 * 2 + 8 - Traits::kScoreTiles;
+  }
+  static constexpr __device__ __forceinline__ int octet_bit(int octet) { return octet / 2 * 16 + 1 - octet % 2; }
+  static constexpr __device__ __forceinline__ int bit(int nt, int octet) { return tile_bit(nt) + octet_bit(octet); }
+  static constexpr __device__ __forceinline__ uint32_t tile_bits() {
+    uint32_t bits = 0;
+    for (int nt = 0; nt < Traits::kScoreTiles; ++nt) bits |= 1u << tile_bit(nt);
+    return bits;
+  }
+  // Not 0 if the element is kept.
+  __device__ __forceinline__ uint32_t keeps(int mt, int nt, int e) const {
+    return words[e % 2] & 1u << bit(nt, mt * 2 + e / 2);
   }
 
   __device__ __forceinline__ void draw(const KernelParams& params, const WorkTile& work, int32_t head,
@@ -62,27 +77,20 @@ struct DropoutMask {
 
   // A call covers queries i and i + 8 and keys of both parities. Two lanes with neighbouring keys (lanes l and l ^ 4)
   // share the calls: the one with the even key draws the even query, the other the odd query, and they exchange the
-  // bits that the other one needs. Bytes up to `threshold` are kept.
+  // bits that the other one needs.
   __device__ __forceinline__ void draw_flash(uint64_t seed, uint64_t offset, int32_t query, int32_t key,
                                              uint32_t threshold) {
     const bool odd = key % 2 != 0;
-    // bit 8 survives the subtraction iff byte <= threshold
-    const uint32_t no_borrow = 0x01000100u + threshold * 0x00010001u;
-    uint32_t even_keys = 0, odd_keys = 0;
+    uint32_t dropped[2] = {};  // of 16 keys each; byte 2 (nt % 2) + key % 2
 #pragma unroll 2
     for (int pair = 0; pair < Traits::kScoreTiles / 2; ++pair) {
       const uint4 bytes = flash_bytes(seed, offset, query + pair * 16 + odd, key);
       const bool upper = kOctets == 2 && key / 16 % 2 != 0;
-      const uint32_t of_octets[4] = {upper ? bytes.z : bytes.x, upper ? bytes.w : bytes.y, bytes.z, bytes.w};
-#pragma unroll
-      for (int octet = 0; octet < kOctets; ++octet) {
-        // Bit 0 of a byte's index is the parity of the key, bit 1 selects the 8 of the 16 queries.
-        const uint32_t even = no_borrow - (of_octets[octet] & 0x00ff00ffu);
-        const uint32_t uneven = no_borrow - (of_octets[octet] >> 8 & 0x00ff00ffu);
-        even_keys |= (even >> 8 & 0x00010001u) << (pair * 4 + octet);
-        odd_keys |= (uneven >> 8 & 0x00010001u) << (pair * 4 + octet);
-      }
+      dropped[0] = append(dropped[0], upper ? bytes.z : bytes.x, upper ? bytes.w : bytes.y, threshold);
+      if (kOctets == 4) dropped[1] = append(dropped[1], bytes.z, bytes.w, threshold);
     }
+    const uint32_t even_keys = ~__byte_perm(dropped[0], dropped[1], 0x6420);
+    const uint32_t odd_keys = ~__byte_perm(dropped[0], dropped[1], 0x7531);
     const uint32_t own = odd ? odd_keys : even_keys;
     const uint32_t received = __shfl_xor_sync(0xffffffffu, odd ? even_keys : odd_keys, 4);
     words[0] = odd ? received : own;
@@ -95,7 +103,7 @@ struct DropoutMask {
     constexpr int kCalls = kOctets == 4 ? 2 : 1;  // per lane and tile
     const int32_t lane = Traits::lane(), a = lane / 4 % 4;
     const int32_t first = key - lane / 4 % 4 + (kOctets == 4 ? a : a % 2) * 8;
-    uint32_t drawn[kCalls] = {};  // bit(nt, i): key i of the four
+    uint32_t drawn[kCalls] = {};  // tile_bit(nt) + i % 2 + i / 2 * 16: key i of the four
 #pragma unroll 1
     for (int nt = 0; nt < Traits::kScoreTiles; ++nt) {
 #pragma unroll
@@ -103,8 +111,8 @@ struct DropoutMask {
         const int32_t c = kOctets == 4 ? call : a / 2;
         const uint4 w = efficient_words(n.seed, n.number(query + nt * 8 + c, first) >> 2);
         const uint32_t kept = static_cast<uint32_t>(w.x >= n.threshold) | (w.y >= n.threshold) << 1 |
-                              (w.z >= n.threshold) << 2 | (w.w >= n.threshold) << 3;
-        drawn[call] |= kept << bit(nt, 0);
+                              (w.z >= n.threshold) << 16 | (w.w >= n.threshold) << 17;
+        drawn[call] |= kept << tile_bit(nt);
       }
     }
     words[0] = words[1] = 0;
@@ -115,7 +123,7 @@ struct DropoutMask {
         const int32_t drawer = kOctets == 4 ? octet : c * 2 + octet;
         const uint32_t of_four =
             __shfl_sync(0xffffffffu, drawn[kOctets == 4 ? c : 0], lane / 16 * 16 + drawer * 4 + lane % 4);
-        words[c] |= (of_four >> a & kEveryTile) << octet;
+        words[c] |= (of_four >> (a % 2 + a / 2 * 16) & tile_bits()) << octet_bit(octet);
       }
     }
   }

@@ -124,10 +124,11 @@ struct Features {
       if (keys != ~0u) hide_keys(keys, s);
       scale = 1.f;
     }
-    if (p.dropout_p > 0.f) {
-      finish<true>(lse, delta, scale, s, dp);
+    if (p.bias.data == nullptr && p.key_mask.data == nullptr) {
+      p.dropout_p > 0.f ? finish<true, false>(lse, delta, scale, s, dp)
+                        : finish<false, false>(lse, delta, scale, s, dp);
     } else {
-      finish<false>(lse, delta, scale, s, dp);
+      p.dropout_p > 0.f ? finish<true, true>(lse, delta, scale, s, dp) : finish<false, true>(lse, delta, scale, s, dp);
     }
     take_bias_gradient(head, query_block, dp);
     if (p.softcap > 0.f) multiply_by_cap_factor(ds, dp);
@@ -224,7 +225,9 @@ struct Features {
     });
   }
 
-  template <bool kDropout>
+  // kHides: a bias or a key mask may hide a whole row. Its probabilities are 0, and its delta may have any value.
+  // The probabilities of dropout lack the factor of those that are kept; the main loop multiplies dv by it.
+  template <bool kDropout, bool kHides>
   __device__ __forceinline__ void finish(const float* lse, const float* delta, float scale, Accumulator& s,
                                          Accumulator& dp) const {
 #pragma unroll
@@ -235,12 +238,14 @@ struct Features {
       for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float p = exponential<T>(fmaf(s[mt][nt][e], scale, -of_query(row_lse, e)));
-          const float z = !kDropout ? 1.f : mask.keeps(mt, nt, e) ? params.dropout_scale : 0.f;
-          const float ds = p * fmaf(dp[mt][nt][e], z, -of_query(row_delta, e));
-          // If the bias hides a whole row, its probabilities are 0 and its delta may have any value.
-          dp[mt][nt][e] = p > 0.f ? ds : 0.f;
-          s[mt][nt][e] = kDropout ? p * z : p;
+          float& p = s[mt][nt][e];
+          float& ds = dp[mt][nt][e];
+          p = exponential<T>(fmaf(p, scale, -of_query(row_lse, e)));
+          const uint32_t keeps = kDropout ? mask.keeps(mt, nt, e) : 0;
+          if (kDropout) multiply_by_zero_unless(keeps, ds);
+          ds = p * (kDropout ? fmaf(ds, params.dropout_scale, -of_query(row_delta, e)) : ds - of_query(row_delta, e));
+          if (kHides) ds = p > 0.f ? ds : 0.f;
+          if (kDropout) multiply_by_zero_unless(keeps, p);
         }
       }
     }

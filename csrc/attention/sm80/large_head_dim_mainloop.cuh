@@ -39,7 +39,7 @@ struct LargeMainloop : Mainloop<Traits> {
     constexpr int64_t kBlockFloats = Traits::kBlockN * Traits::kGradientColumns;
     float* const kept = params.gradients + int64_t{blockIdx.x} * (blocks_k + blocks_v) * kBlockFloats + threadIdx.x * 4;
     const Target dk = {kept, params.dk, p.softmax_scale};
-    const Target dv = {kept + blocks_k * kBlockFloats, params.dv, 1.f};
+    const Target dv = {kept + blocks_k * kBlockFloats, params.dv, params.dropout_scale};
     const int32_t num_iterations = work.num_iterations();
     if (num_iterations == 0) {
       for (int32_t block = 0; block < blocks_k; ++block) store_zeros(dk, work, block);
@@ -93,10 +93,11 @@ struct LargeMainloop : Mainloop<Traits> {
     for (int32_t block = OperandCursor<Traits>::blocks_for_scores(columns); block > 0; --block) {
       const uint8_t* const keys = stream.acquire();
       const uint8_t* const queries = keys + Traits::kBlockN * Traits::kRowBytes;
+      const auto rows = Base::template rows_of_keys<Products>(keys);
       if constexpr (Products::kChain == 0) {
-        Base::template multiply_keys<Products>(keys, queries, c);
+        Base::template multiply_keys<Products>(rows, queries, c);
       } else {
-        Base::template multiply_keys<Products>(keys, queries, c, chain);
+        Base::template multiply_keys<Products>(rows, queries, c, chain);
       }
     }
     if constexpr (Products::kChain > 0) Base::end_chain(chain, c);

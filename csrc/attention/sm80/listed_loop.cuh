@@ -18,8 +18,7 @@ struct ListedWorkTile : WorkTile {
     batch = found.batch;
     head_kv = found.head;
     heads_per_kv = p.heads / p.heads_kv;
-    sequence = load_sequence(p, batch);
-    visibility = visibility_of(p, sequence);
+    set_sequence(params);
     const BlockMaskView& mask = p.block_mask;
     const KeyBlockList& list = mask.lists[batch * mask.batch_stride + head_kv * mask.head_stride + found.key_block];
     key_block = list.key_block;

@@ -58,6 +58,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       copy_async_wait<0>();
       smem.tiles_loaded.arrive();
     }
+    [[maybe_unused]] typename FromProducts::KeptRows k_rows, v_rows;
     // Plain attention rereads this from shared memory, which saves a register.
     const int32_t all_iterations = work.num_iterations();
     const auto num_iterations = [&] { return Traits::kFeatures ? all_iterations : work.num_iterations(); };
@@ -88,12 +89,27 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       }
       if constexpr (Traits::kFeatures) scores.draw_mask(iteration.head, query_block);
       ScoreTile s = {}, dp = {};
-      FromProducts::template multiply_keys<typename M::Scores>(smem.k + keys_offset(smem), smem.q[stage], s);
+      if constexpr (Traits::kKeepsRows) {
+        if (index == 0) {
+          k_rows.load_all(smem.k + keys_offset(smem));
+          v_rows.load_all(smem.v + keys_offset(smem));
+        }
+        FromProducts::template multiply_keys<M>(k_rows, smem.q[stage], s);
+      } else {
+        using Kind = typename M::Scores;
+        const auto rows = FromProducts::template rows_of_keys<Kind>(smem.k + keys_offset(smem));
+        FromProducts::template multiply_keys<Kind>(rows, smem.q[stage], s);
+      }
       if constexpr (Traits::kStages > 1) {
         if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous iteration
         start_copies(params, smem, ring_index, more);
       }
-      FromProducts::template multiply_keys<M>(smem.v + keys_offset(smem), smem.dout[stage], dp);
+      if constexpr (Traits::kKeepsRows) {
+        FromProducts::template multiply_keys<M>(v_rows, smem.dout[stage], dp);
+      } else {
+        const auto rows = FromProducts::template rows_of_keys<M>(smem.v + keys_offset(smem));
+        FromProducts::template multiply_keys<M>(rows, smem.dout[stage], dp);
+      }
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(iteration.head, query_block, smem.lse[stage],
                                                              smem.delta[stage], bias, smem.ds, s, dp);
@@ -126,6 +142,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       }
     }
     scale(dk, p.softmax_scale);
+    if constexpr (Traits::kVariant == Variant::kAllFeatures) scale(dv, params.dropout_scale);
   }
 
  protected:

@@ -27,10 +27,31 @@ struct Products {
   // registers.
   static constexpr bool kHoldsOwn = sizeof(T) == 2;
 
-  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, for the keys and queries of
-  // this warp.
+  // Operand A of the products for s and dp: the rows of this warp's keys.
   template <typename Kind>
-  static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c) {
+  static __device__ __forceinline__ auto rows_of_keys(const uint8_t* keys) {
+    return typename Kind::template RowsA<Traits::kRowBytes, kHeadSteps>(smem_address(keys), Traits::lane(),
+                                                                        Traits::warp_n() * Traits::kKeyTiles * 16);
+  }
+  // The same in registers.
+  struct KeptRows {
+    typename M::A a[kHeadSteps][Traits::kKeyTiles];
+
+    __device__ __forceinline__ void load_all(const uint8_t* keys) {
+      const auto rows = rows_of_keys<M>(keys);
+#pragma unroll
+      for (int k = 0; k < kHeadSteps; ++k) {
+#pragma unroll
+        for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[k][mt] = rows.load(mt * 16, k);
+      }
+    }
+    __device__ __forceinline__ const typename M::A& load(int row, int k) const { return a[k][row / 16]; }
+  };
+
+  // c (keys, queries) += keys (kBlockN, kHeadDim) * queries (kBlockM, kHeadDim)^T, for the keys and queries of
+  // this warp. `keys`: rows_of_keys, or KeptRows.
+  template <typename Kind, typename Keys>
+  static __device__ __forceinline__ void multiply_keys(const Keys& keys, const uint8_t* queries, ScoreTile& c) {
     if constexpr (Kind::kChain == 0) {
       add_products<Kind, kUnrollKeys>(keys, queries, c, [](int) {});
     } else {
@@ -42,8 +63,8 @@ struct Products {
 
   // The same if the tensor core sums several k steps in a chain. `chain`: the sum of the k steps that c does not
   // include yet.
-  template <typename Kind>
-  static __device__ __forceinline__ void multiply_keys(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
+  template <typename Kind, typename Keys>
+  static __device__ __forceinline__ void multiply_keys(const Keys& keys, const uint8_t* queries, ScoreTile& c,
                                                        ScoreTile& chain) {
     add_products<Kind, Kind::kChain>(keys, queries, chain, [&](int step) {
       if (Kind::ends_chain(step)) end_chain(chain, c);
@@ -51,19 +72,16 @@ struct Products {
   }
 
   // Calls after_step(k) after each k step. The loop is unrolled kUnrolled times.
-  template <typename Kind, int kUnrolled, typename F>
-  static __device__ __forceinline__ void add_products(const uint8_t* keys, const uint8_t* queries, ScoreTile& c,
+  template <typename Kind, int kUnrolled, typename Keys, typename F>
+  static __device__ __forceinline__ void add_products(const Keys& keys, const uint8_t* queries, ScoreTile& c,
                                                       const F& after_step) {
-    const int32_t lane = Traits::lane();
-    const typename Kind::template RowsA<Traits::kRowBytes, kHeadSteps> rows_a(
-        smem_address(keys), lane, Traits::warp_n() * Traits::kKeyTiles * 16);
-    const typename Kind::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), lane,
+    const typename Kind::template RowsB<Traits::kRowBytes> rows_b(smem_address(queries), Traits::lane(),
                                                                   Traits::warp_s() * Traits::kScoreTiles * 8);
 #pragma unroll(kUnrolled)
     for (int k = 0; k < kHeadSteps; ++k) {
       typename Kind::A a[Traits::kKeyTiles];
 #pragma unroll
-      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = rows_a.load(mt * 16, k);
+      for (int mt = 0; mt < Traits::kKeyTiles; ++mt) a[mt] = keys.load(mt * 16, k);
 #pragma unroll
       for (int nt = 0; nt < Traits::kScoreTiles; nt += 2) {
         const typename Kind::B b[1] = {rows_b.load(nt * 8, k)};
@@ -91,6 +109,7 @@ struct Products {
   }
 
   static __device__ __forceinline__ void store_scores(uint8_t* tile, const Held& held) {
+    __syncwarp();  // all lanes have read what Features::cap stored in this tile
 #pragma unroll
     for (int mt = 0; mt < Traits::kKeyTiles; ++mt) {
 #pragma unroll

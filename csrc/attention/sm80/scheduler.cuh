@@ -31,6 +31,7 @@ struct WorkTile {
   BlockRange query_range;  // query blocks that see the key block, for each query head
   BlockRange interior;     // query blocks that need no mask
   BlockRange iterations;   // of this CTA: a range of the query tiles of all query heads of the KV head
+  int64_t dq_begin = 0;    // the sequence's first element of the dq accumulator
   int32_t batch = 0;
   int32_t head_kv = 0;
   int32_t key_block = 0;
@@ -59,8 +60,7 @@ struct WorkTile {
     head_kv = found.head;
     heads_per_kv = p.heads / p.heads_kv;
     heads_at_once = heads_per_pass(heads_per_kv, splits);
-    sequence = load_sequence(p, batch);
-    visibility = visibility_of(p, sequence);
+    set_sequence(params);
     set_key_block(found.key_block, block_m, block_n, split, splits);
     // Deterministic: in ascending order, key block n would start at its diagonal tile and wait there for all lower key
     // blocks, which reach that tile later. GQA: under a causal mask all key blocks of a KV head see the last queries,
@@ -71,6 +71,13 @@ struct WorkTile {
     exists = key_block * block_n < (whole_bias ? p.seqlen_k : sequence.rows_k);
   }
 
+  __device__ __forceinline__ void set_sequence(const KernelParams& params) {
+    const AttentionBackwardParams& p = params.attention;
+    sequence = load_sequence(p, batch);
+    visibility = visibility_of(p, sequence);
+    const int64_t first_row = p.cu_seqlens_q != nullptr ? sequence.begin_q : int64_t{batch} * p.seqlen_q;
+    dq_begin = first_row * p.heads * params.dq_row_stride;
+  }
   __device__ __forceinline__ void set_key_block(int32_t block, int32_t block_m, int32_t block_n, int32_t split,
                                                 int32_t splits) {
     key_block = block;

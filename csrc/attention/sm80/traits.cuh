@@ -40,6 +40,7 @@ struct Traits {
   static constexpr bool kLoadsAhead = loads_ahead(kTile, kVariant);
   static constexpr bool kRefills = refills(kTile, kVariant);
   static constexpr bool kFirstStores = kVariant == Variant::kFirstStores;
+  static constexpr bool kKeepsRows = keeps_rows(kTile, kVariant);
   static constexpr bool kExchange = kWarpsS > 1;  // several warps share keys and exchange p and ds
 
   static constexpr int kKeyTiles = kBlockN / kWarpsN / 16;       // of s, dk, dv: 16 keys each

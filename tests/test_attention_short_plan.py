@@ -142,12 +142,14 @@ def test_a_call_without_a_shared_bias_needs_no_scratch(host: ModuleType, changes
         ({}, 32),
         ({"seqlen_q": 128}, 64),
         ({"head_dim": 64}, 48),
+        ({"head_dim": 80}, 56),
+        ({"head_dim": 72, "seqlen_k": 100}, 112),
         ({"head_dim": 96, "seqlen_k": 100}, 128),
         ({"heads_kv": 4}, 32 + 16),
         ({"head_dim": 96, "seqlen_k": 100, "heads_kv": 4}, 128 + 96),
-        (SHARED_BIAS, 32 + 16 + 16),
-        ({**SHARED_BIAS, "need_dbias": False}, 32 + 16),
-        ({**SHARED_BIAS, "seqlen_q": 65}, 64 + 64 + 64),
+        (SHARED_BIAS, 32 + 16 + 8),
+        ({**SHARED_BIAS, "need_dbias": False}, 32 + 8),
+        ({**SHARED_BIAS, "seqlen_q": 65}, 64 + 64 + 32),
         ({**SHARED_BIAS, "bias_broadcast_batch": False}, 32),
     ],
 )
@@ -158,8 +160,13 @@ def test_shared_memory_has_the_regions_that_the_call_needs(host: ModuleType, cha
         assert "bytes of shared memory per block, the device has" in reason(host, too_little, **changes)
 
 
+def test_a_shared_bias_in_fp32_takes_twice_as_much_shared_memory(host: ModuleType) -> None:
+    plan = plan_of(host, **SHARED_BIAS, bias_dtype=host.DType.kFloat32)
+    assert host.short_launch(plan)[0] == (32 + 16 + 16) * 1024
+
+
 def test_a_shared_bias_that_has_no_room_in_shared_memory_stays_in_global_memory(host: ModuleType) -> None:
-    changes = {**SHARED_BIAS, "seqlen_q": 65, "head_dim": 96}
+    changes = {**SHARED_BIAS, "seqlen_q": 65, "head_dim": 96, "bias_dtype": host.DType.kFloat32}
     assert host.short_launch(plan_of(host, **changes))[0] == (128 + 64) * 1024  # tiles, sums of the gradient
 
 

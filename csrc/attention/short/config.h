@@ -21,9 +21,9 @@ struct Tile {
   constexpr int32_t ctas_per_sm(bool features) const { return features ? ctas_features : ctas_plain; }
   // q, k, v, dout; then p and ds of one key block
   constexpr int32_t shared_bytes() const { return 4 * rows * head_dim * 2 + 2 * rows * kKeyBlock * 2; }
-  // Optional regions: fp32 values in the order of the threads' registers.
+  // Optional regions, in the order of the threads' registers; fp32, except for a bias in 16 bits.
   constexpr int32_t key_sums_bytes() const { return 2 * rows * head_dim * 4; }  // dk and dv over the heads of a group
-  constexpr int32_t scores_bytes() const { return rows * rows * 4; }            // the bias, or the sums of its gradient
+  constexpr int32_t scores_bytes(int32_t element_bytes) const { return rows * rows * element_bytes; }
 };
 
 constexpr Tile kTiles[] = {
@@ -31,6 +31,8 @@ constexpr Tile kTiles[] = {
     {32, 128, 3, 2},  // 64 KB
     {64, 64, 4, 3},   // 48 KB
     {64, 128, 2, 2},  // 96 KB
+    {80, 64, 4, 3},   // 56 KB
+    {80, 128, 2, 2},  // 112 KB
     {96, 64, 3, 3},   // 64 KB
     {96, 128, 1, 1},  // 128 KB
 };

@@ -122,8 +122,8 @@ struct Features {
     for (int32_t step = 0; step < Traits::kSteps; ++step) {
       if (params.shared.bias > 0) {
         Scores bias = {};
-        add_bias(params, PlaneElements<Traits>(p.seqlen_q, p.seqlen_k, step), 0, head, step, 1.f, bias);
-        store_vectors(Traits::region(smem, params.shared.bias), step, bias);
+        add_bias(params, PlaneElements<Traits>(p.seqlen_q, p.seqlen_k, step), 0, head, step, 1.f, 1.f, bias);
+        keep_bias(params, smem, step, bias);
       }
       if (params.shared.bias_sums > 0) {
         const Scores zeros = {};
@@ -148,16 +148,11 @@ struct Features {
     const AttentionBackwardParams& p = params.attention;
     float scale = p.softmax_scale * kLog2E;  // converts s to exponents of 2
     if (params.shared.bias > 0) {
-      Scores bias;
-      load_vectors(Traits::region(smem, params.shared.bias), step, bias);
-      // The tile has rows past the end of a shorter sequence, where the bias may be NaN.
-      const int32_t rows_left = visibility.seqlen_q - Position<Traits>::first_query();
-      Position<Traits>::for_each(
-          [&](int t, int e) { s[t][e] = fmaf(s[t][e], scale, e / 2 * 8 < rows_left ? bias[t][e] : 0.f); });
+      add_kept_bias(step, scale, s);
       scale = 1.f;
     } else if (p.bias.data != nullptr) {
       const PlaneElements<Traits> elements(visibility.seqlen_q, visibility.seqlen_k, step);
-      add_bias(params, elements, batch, head, step, scale, s);
+      add_bias(params, elements, batch, head, step, scale, kLog2E, s);
       scale = 1.f;
     }
     if (p.alibi_slopes != nullptr) {
@@ -194,15 +189,54 @@ struct Features {
   }
 
  private:
-  // s = scale * s + log2(e) * bias
+  // s = scale * s + factor * bias
   static __device__ __forceinline__ void add_bias(const KernelParams& params, const PlaneElements<Traits>& elements,
-                                                  int32_t batch, int32_t head, int32_t step, float scale, Scores& s) {
+                                                  int32_t batch, int32_t head, int32_t step, float scale, float factor,
+                                                  Scores& s) {
     const BiasView& view = params.attention.bias;
     const int64_t first = PlaneElements<Traits>::first(view, batch, head, step);
     if (view.dtype == DType::kFloat32) {
-      elements.template add<float>(view, first, params.bias_pairs, scale, kLog2E, s);
+      elements.template add<float>(view, first, params.bias_pairs, scale, factor, s);
     } else {
-      elements.template add<T>(view, first, params.bias_pairs, scale, kLog2E, s);
+      elements.template add<T>(view, first, params.bias_pairs, scale, factor, s);
+    }
+  }
+
+  // The region holds the bias in its dtype.
+  static __device__ __forceinline__ void keep_bias(const KernelParams& params, SharedStorage& smem, int32_t step,
+                                                   const Scores& bias) {
+    if (params.attention.bias.dtype == DType::kFloat32) {
+      store_vectors(Traits::region(smem, params.shared.bias), step, bias);
+      return;
+    }
+    uint2* const region = Traits::template region<uint2>(smem, params.shared.bias);
+#pragma unroll
+    for (int t = 0; t < Traits::kScoreTiles; ++t) {
+      region[(step * Traits::kScoreTiles + t) * Traits::kThreads] =
+          make_uint2(pack2<T>(bias[t][0], bias[t][1]), pack2<T>(bias[t][2], bias[t][3]));
+    }
+  }
+  __device__ __forceinline__ void add_kept_bias(int32_t step, float scale, Scores& s) const {
+    const bool fp32 = params.attention.bias.dtype == DType::kFloat32;
+    const int32_t first = step * Traits::kScoreTiles * Traits::kThreads;
+    const float4* const in_fp32 = Traits::region(smem, params.shared.bias) + first;
+    const uint2* const in_16_bits = Traits::template region<uint2>(smem, params.shared.bias) + first;
+    // The tile has rows past the end of a shorter sequence, where the bias may be NaN.
+    const int32_t rows_left = visibility.seqlen_q - Position<Traits>::first_query();
+#pragma unroll
+    for (int t = 0; t < Traits::kScoreTiles; ++t) {
+      float4 bias;
+      if (fp32) {
+        bias = in_fp32[t * Traits::kThreads];
+      } else {
+        const uint2 words = in_16_bits[t * Traits::kThreads];
+        const float2 low = unpack2<T>(words.x), high = unpack2<T>(words.y);
+        bias = make_float4(low.x, low.y, high.x, high.y);
+      }
+      s[t][0] = fmaf(s[t][0], scale, 0 < rows_left ? bias.x * kLog2E : 0.f);
+      s[t][1] = fmaf(s[t][1], scale, 0 < rows_left ? bias.y * kLog2E : 0.f);
+      s[t][2] = fmaf(s[t][2], scale, 8 < rows_left ? bias.z * kLog2E : 0.f);
+      s[t][3] = fmaf(s[t][3], scale, 8 < rows_left ? bias.w * kLog2E : 0.f);
     }
   }
 

@@ -11,7 +11,7 @@ namespace flashbwd::short_sequences {
 // Byte offsets of the optional regions of shared memory (config.h); 0: the region is not used.
 struct SharedRegions {
   int32_t key_sums = 0;   // dk and dv of a KV head, summed over its query heads
-  int32_t bias = 0;       // log2(e) times the bias, if all pairs of a CTA have the same
+  int32_t bias = 0;       // the bias, if all pairs of a CTA have the same
   int32_t bias_sums = 0;  // sums of the bias gradient over the pairs of a CTA
   int32_t bytes = 0;      // of all shared memory
 };

@@ -49,6 +49,7 @@ struct Tiles {
       if (Traits::kFeatures && shown != nullptr) exists = exists && shown[(first_row + r) * shown_stride] != 0;
 #pragma unroll
       for (int c = 0; c < Traits::kHeadDim; c += 32) {
+        if (Traits::kHeadDim % 32 != 0 && column + c >= Traits::kHeadDim) break;
         const bool here = exists && column + c < columns;
         copy_async_16(smem_address(tile) + r * Traits::kRowBytes +
                           VectorSwizzle<Traits::kRowBytes>::offset(first_row, (column + c) / 8),
@@ -82,7 +83,7 @@ struct Tiles {
 template <typename Traits>
 struct RowStatistics {
   using T = typename Traits::T;
-  static constexpr int kVectors = Traits::kHeadDim / 32;  // of a row of `out`, per lane
+  static constexpr int kVectors = (Traits::kHeadDim + 31) / 32;  // of a row of `out`, per lane
 
   float lse_log2[2], delta[2];
 
@@ -118,6 +119,7 @@ struct RowStatistics {
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
+        if (Traits::kHeadDim % 32 != 0 && column_of(i, lane) >= Traits::kHeadDim) break;
         const uint32_t offset = VectorSwizzle<Traits::kRowBytes>::offset(row_of(r, lane), column_of(i, lane) / 8);
         sum += dot(vectors[r][i], *reinterpret_cast<const uint4*>(dout + offset));
       }

@@ -47,11 +47,10 @@ SharedRegions shared_regions(const AttentionProblem& p, const Tile& tile, const 
     return offset;
   };
   if (heads_per_kv(p) > 1) regions.key_sums = take(tile.key_sums_bytes());
-  if (sums_bias_gradient(p)) regions.bias_sums = take(tile.scores_bytes());
+  if (sums_bias_gradient(p)) regions.bias_sums = take(tile.scores_bytes(sizeof(float)));
+  const int32_t bias_bytes = tile.scores_bytes(static_cast<int32_t>(size_of(p.bias_dtype)));
   // Without this region the kernel reads the bias from global memory for each pair.
-  if (keeps_bias(p) && regions.bytes + tile.scores_bytes() <= device.smem_per_block) {
-    regions.bias = take(tile.scores_bytes());
-  }
+  if (keeps_bias(p) && regions.bytes + bias_bytes <= device.smem_per_block) regions.bias = take(bias_bytes);
   return regions;
 }
 

@@ -44,9 +44,10 @@ struct Traits {
   };
   static_assert(sizeof(SharedStorage) == kTile.shared_bytes(), "the tile table counts differently");
 
-  // An optional region of shared memory: vectors of four registers, of which vector i of all threads is contiguous.
-  static __device__ __forceinline__ float4* region(SharedStorage& smem, int32_t offset) {
-    return reinterpret_cast<float4*>(reinterpret_cast<uint8_t*>(&smem) + offset) + threadIdx.x;
+  // An optional region of shared memory: vectors of four elements, of which vector i of all threads is contiguous.
+  template <typename Vector = float4>
+  static __device__ __forceinline__ Vector* region(SharedStorage& smem, int32_t offset) {
+    return reinterpret_cast<Vector*>(reinterpret_cast<uint8_t*>(&smem) + offset) + threadIdx.x;
   }
 };
 

@@ -34,7 +34,6 @@ HOST_ONLY = {
     "csrc/attention/sm90/head_dim_512/launch.cu",
     "csrc/attention/sm90/launch.cu",
     "csrc/common/tensor_map.cu",
-    "csrc/decoding/decoding.cu",
 }
 # Parallel compilations slow one another down, and start-up dominates the time of a short unit.
 SLACK_FACTOR, SLACK_SECONDS = 2.0, 15.0

@@ -1,4 +1,4 @@
-// The prebuilt kernels by dtype; instantiations/ has one file per dtype.
+// The prebuilt kernels of a dtype and padded head dimension; instantiations/ has one file for each.
 #pragma once
 
 #include "backward_params.h"
@@ -9,14 +9,12 @@ namespace flashbwd {
 struct DecodingKernels {
   using Kernel = void (*)(DecodingParams);
   Kernel (*split)(DecodingTile, bool aligned, int kind);  // kind: BuiltInMod::Kind; returns null if no kernel fits
-  Kernel combine;
   using BackwardKernel = void (*)(DecodingBackwardParams);
-  BackwardKernel (*backward)(int head_dim, bool aligned, int kind);
-  BackwardKernel sum_slots;
+  BackwardKernel (*backward)(bool aligned, int kind);
 };
 
-DecodingKernels half_decoding_kernels();
-DecodingKernels bfloat16_decoding_kernels();
-DecodingKernels float_decoding_kernels();
+// T: Half, BFloat16 or Float (elements.cuh).
+template <int kD, class T>
+DecodingKernels decoding_kernels();
 
 }  // namespace flashbwd

@@ -1,7 +1,0 @@
-#include "../instantiate.cuh"
-
-namespace flashbwd {
-
-DecodingKernels bfloat16_decoding_kernels() { return decoding_kernels<BFloat16>(); }
-
-}  // namespace flashbwd

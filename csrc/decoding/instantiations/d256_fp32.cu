@@ -1,0 +1,3 @@
+#include "../instantiate.cuh"
+
+template flashbwd::DecodingKernels flashbwd::decoding_kernels<256, flashbwd::Float>();

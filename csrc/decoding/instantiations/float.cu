@@ -1,7 +1,0 @@
-#include "../instantiate.cuh"
-
-namespace flashbwd {
-
-DecodingKernels float_decoding_kernels() { return decoding_kernels<Float>(); }
-
-}  // namespace flashbwd

@@ -1,7 +1,0 @@
-#include "../instantiate.cuh"
-
-namespace flashbwd {
-
-DecodingKernels half_decoding_kernels() { return decoding_kernels<Half>(); }
-
-}  // namespace flashbwd

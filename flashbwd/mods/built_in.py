@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Captures, Slots
+from flashbwd.mods.numbers import number_of
 from flashbwd.mods.rules import (
     BITS,
     FILLS,
@@ -219,7 +220,7 @@ def _by_rule(node: Any, values: dict[fx.Node, Value]) -> Value:
     name = _name_of(node)
     dtype = node.meta["val"].dtype
     if name in FILLS:
-        value = constant(torch.full((), FILLS[name](node), dtype=dtype).item())
+        value = constant(number_of(lambda: torch.full((), FILLS[name](node), dtype=dtype)))
         if value is None:
             raise NotBuiltInError
         return value

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
 from flashbwd.mods.element import Element
+from flashbwd.mods.numbers import number_of
 from flashbwd.mods.operators import (
     BINARY,
     COMPARISONS,
@@ -111,7 +112,8 @@ class Emitter:
         """
         if not isinstance(value, fx.Node) and dtype.is_floating_point:
             rounds = round_number and dtype in ROUNDED
-            value = torch.tensor(float(value), dtype=dtype).item() if rounds else float(value)
+            number = float(value)
+            value = number_of(lambda: torch.tensor(number, dtype=dtype)) if rounds else number
         source = self.dtype(value)
         text = self.value(value)
         if dtype == torch.uint8 and source.is_floating_point:
@@ -250,7 +252,7 @@ class Emitter:
         number = node.args[1]
         if mode is None and self.dtype(node) != torch.float64 and isinstance(number, (int, float)) and number != 0:
             # PyTorch's CUDA kernel multiplies by the reciprocal of the number, which may change the last bit.
-            reciprocal = (torch.ones(()) / torch.tensor(float(number), dtype=torch.float32)).item()
+            reciprocal = number_of(lambda: torch.ones(()) / torch.tensor(float(number), dtype=torch.float32))
             a = self.cast(node.args[0], self.dtype(node), False)
             self._define(node, f"times({a}, static_cast<float>({literal(reciprocal)}))")
             return

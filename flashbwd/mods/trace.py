@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -61,6 +62,11 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     ValueError
         If the result has the wrong dtype.
     """
+    with unset_fake_temporarily():  # an operator on fake tensors is recorded together with what it calls
+        return _trace(name, mod, with_score)
+
+
+def _trace(name: str, mod: Mod, with_score: bool) -> Trace:
     recorder = _Recorder(name)
     names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
     arguments = [recorder.argument(n, torch.float32 if n == "score" else torch.int32) for n in names]

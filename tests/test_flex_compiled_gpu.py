@@ -46,6 +46,14 @@ def squared(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return s + 0.01 * s * s
 
 
+def causal_scores(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.where(i >= j, s, float("-inf"))
+
+
+def slopes(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s + (j - i) / 3 * torch.exp2(-((h + 1) * 8.0 / 3))
+
+
 def mask_mod(name: str, shape: Shape) -> Mod | None:
     if name == "documents":
         ends = torch.tensor([0.13, 0.2, 0.61, 0.9], device="cuda") * shape.seqlen_q
@@ -128,6 +136,8 @@ CASES = {
     "other_score_mod_256": Case("causal", small(256), mod=squared, lse=True),
     "alibi": Case("causal", mod=alibi),
     "other_score_mod": Case("causal", mod=squared),
+    "hidden_scores": Case("none", mod=causal_scores),
+    "quotients": Case("causal", mod=slopes),
 }
 
 

@@ -17,10 +17,12 @@ def mask_drawn(
     shape: tuple[int, int, int, int],
     target: Target,
     heads_kv: int | None = None,
+    columns: int = 128,
 ) -> Tensor:
     """(B, H, Sq, Sk) bool: the keep mask that attention_backward used, computed from dv.
 
     With q = 0 all weights are 1 / Sk; with dout a slice of the identity, dv[j, i] is z[i, j] / Sk for one head.
+    ``columns`` is the head dimension of v, which selects the kernel's tile.
     """
     device, backend, dtype = target
     batch, heads, seqlen_q, seqlen_k = shape
@@ -29,7 +31,6 @@ def mask_drawn(
     k = torch.zeros(batch, seqlen_k, heads_kv, 8, dtype=dtype, device=device)
     lse = torch.full((batch, heads, seqlen_q), 0.0, dtype=inputs.lse_dtype(dtype), device=device)
     kept = torch.zeros(batch, heads, seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    columns = 128
     with flashbwd.use_backend(backend):
         for head in range(heads):
             for start in range(0, seqlen_q, columns):
@@ -72,6 +73,18 @@ def test_the_backward_draws_the_mask_of_the_forward_bit_for_bit(
         max_seqlen_k=141,
     )
     assert torch.equal(drawn, torch.stack(expected))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", cases.RNG_LAYOUTS)
+@pytest.mark.parametrize("columns", [32, 64, 96, 160, 192, 256, 320])
+def test_every_tile_draws_the_mask_of_the_forward(columns: int, layout: str, target: Target) -> None:
+    skip_without_dropout(target, layout)
+    drawn = mask_drawn(flashbwd.RngState(5, 6, layout), 0.5, (1, 2, 150, 203), target, columns=columns)
+    expected = dropout.keep_masks(
+        layout, 5, 6, 0.5, heads=2, seqlens_q=[150], seqlens_k=[203], max_seqlen_q=150, max_seqlen_k=203
+    )
+    assert torch.equal(drawn[0], expected[0])
 
 
 @pytest.mark.parametrize("target", TARGETS)

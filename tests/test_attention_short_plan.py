@@ -168,6 +168,8 @@ def test_a_shared_bias_in_fp32_takes_twice_as_much_shared_memory(host: ModuleTyp
 def test_a_shared_bias_that_has_no_room_in_shared_memory_stays_in_global_memory(host: ModuleType) -> None:
     changes = {**SHARED_BIAS, "seqlen_q": 65, "head_dim": 96, "bias_dtype": host.DType.kFloat32}
     assert host.short_launch(plan_of(host, **changes))[0] == (128 + 64) * 1024  # tiles, sums of the gradient
+    changes["bias_dtype"] = host.DType.kBFloat16
+    assert host.short_launch(plan_of(host, **changes))[0] == (128 + 64 + 32) * 1024
 
 
 @pytest.mark.parametrize("batch", [1, 7, 41, 512, 100_000])

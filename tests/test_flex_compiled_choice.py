@@ -113,23 +113,33 @@ def test_any_other_score_mod_is_replaced_and_compiled(masked: bool, planned: lis
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
-# Inductor's passes run while FakeTensorMode is active. Their results need numbers, which fake tensors do not have.
-NUMBERS: dict[str, Mod] = {
-    "hidden_scores": lambda s, b, h, i, j: torch.where(i >= j, s, float("-inf")),
-    "hidden_windows": lambda s, b, h, i, j: torch.where((i - j).abs() < 8, s, -torch.inf) * 0.5,
-    "quotients": lambda s, b, h, i, j: s / 3 + (i - j) / 7,
-    "slopes": lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / 4)),
-    "sixteen_bits": lambda s, b, h, i, j: s + ((i - j).to(torch.bfloat16) / 3 * 0.3).float(),
-    "constants": lambda s, b, h, i, j: s * torch.tensor(0.7) + torch.full((), 2),
+# Inductor's passes run while FakeTensorMode is active, where new tensors have no values. With each score_mod: a number
+# of the kernel that computes it without a mask.
+NUMBERS: dict[str, tuple[Mod, str]] = {
+    "hidden_scores": (lambda s, b, h, i, j: torch.where(i >= j, s, float("-inf")), "-FLASHBWD_INFINITY"),
+    "hidden_windows": (
+        lambda s, b, h, i, j: torch.where((i - j).abs() < 8, s, -torch.inf) * 0.5,
+        "-FLASHBWD_INFINITY",
+    ),
+    "quotients": (lambda s, b, h, i, j: s / 3 + (i - j) / 7, "0.1428571492433548"),
+    "slopes": (lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / 5)), "0.20000000298023224"),
+    "sixteen_bits": (lambda s, b, h, i, j: s + ((i - j).to(torch.bfloat16) / 3 * 0.3).float(), "0.3333333432674408"),
+    "constants": (lambda s, b, h, i, j: s * torch.tensor(0.7) + torch.full((), 2), "0.699999988079071"),
 }
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_numbers_of_a_score_mod_are_known_in_a_pass(name: str, masked: bool, planned: list[Any]) -> None:
-    compiled = attention(NUMBERS[name], masked)
+    mod, number = NUMBERS[name]
+    compiled = attention(mod, masked)
     run(compiled, leaves(SHAPE))
-    assert counted() == (1, {}) and len(planned) >= 1
+    assert counted() == (1, {})
+    call = planned[-1][0]
+    if masked and name == "slopes":
+        assert call.slopes is not None  # an ALiBi of the build
+    else:
+        assert f"static_cast<float>({number})" in call.score_mod.gradient.source
 
 
 def test_a_score_mod_with_a_captured_tensor_that_requires_a_gradient_is_replaced(planned: list[Any]) -> None:

@@ -196,7 +196,7 @@ def _values(trace: Trace, captures: Captures, strict: bool) -> dict[fx.Node, Val
 
 def _tensor(tensor: Tensor, captures: Captures) -> Value:
     if tensor.dim() == 0 and tensor.device.type == "cpu" and captures.position(tensor) is None:
-        return tensor.item()  # the function made this constant
+        return number_of(lambda: tensor)  # the function made this constant
     if tensor.dim() == 0 and tensor.dtype in BITS:
         return Sum(terms=((Captured(tensor, ""), 1),), bits=BITS[tensor.dtype])
     return tensor

@@ -150,7 +150,7 @@ class Emitter:
         tensor = self.trace.tensors[str(node.target)]
         made = self.slots.captures.position(tensor) is None
         if made and tensor.dim() == 0 and tensor.device.type == "cpu":  # the function made this constant
-            self.names[node] = literal(tensor.item())
+            self.names[node] = literal(number_of(lambda: tensor))
             return
         self.captured[node] = Element(self.slots.of(tensor, self.name), (None,) * tensor.dim())
 

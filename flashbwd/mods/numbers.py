@@ -1,7 +1,7 @@
 """Numbers as PyTorch computes them.
 
-Inductor's passes run modifications on fake tensors, which have no values. So a number must not come from a tensor that
-is created while such a mode is active.
+Inductor's passes run while FakeTensorMode is active, where new tensors have no values. So a number must not come from a
+tensor that is created in this mode.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     ValueError
         If the result has the wrong dtype.
     """
-    with unset_fake_temporarily():  # an operator on fake tensors is recorded together with what it calls
+    with unset_fake_temporarily():  # the recorder would also see the operators that a fake kernel calls
         return _trace(name, mod, with_score)
 
 

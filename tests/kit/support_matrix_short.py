@@ -10,7 +10,7 @@ from torch import Tensor
 from kit.cases import Case
 
 LONGEST = 128  # queries or keys
-HEAD_DIMS = (32, 64, 96)  # of its tiles
+HEAD_DIMS = (32, 64, 80, 96)  # of its tiles
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}  # per block
 SHARED_BYTES_OF_OTHERS = 99 * 1024
 

@@ -49,7 +49,7 @@ __device__ __forceinline__ void load_matrix_x4_trans(uint32_t (&r)[4], uint32_t 
 }
 
 #if __CUDA_ARCH__ >= 900
-// Stores what load_matrix_x4 loads.
+// The inverse of load_matrix_x4.
 __device__ __forceinline__ void store_matrix_x4(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
@@ -203,7 +203,8 @@ struct Mma {
   static __device__ __forceinline__ A operand(const Held& held) {
     return {{held.r[0], held.r[1], held.r[2], held.r[3]}};
   }
-  // Stores to rows `row` to row + 15 of a tile, columns from `column` on. A lane may store the elements of another one.
+  // Stores to rows `row` to row + 15 of a tile, columns from `column` on. On 9.0, a lane's elements are written through
+  // another lane's address, so a __syncwarp must follow reads of what the tile held before.
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {

@@ -8,7 +8,7 @@
 
 namespace flashbwd::sm80 {
 
-// A product instead of a selection: selections have half of its throughput, and dropout has too many of them.
+// Sets x to 0, with its sign, if keeps is 0. A predicated product, because selections have half of its throughput.
 __device__ __forceinline__ void multiply_by_zero_unless(uint32_t keeps, float& x) {
   asm("{\n.reg .pred drops;\nsetp.eq.u32 drops, %1, 0;\n@drops mul.f32 %0, %0, 0f00000000;\n}" : "+f"(x) : "r"(keeps));
 }

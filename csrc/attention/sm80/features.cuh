@@ -51,7 +51,8 @@ struct Features {
     }
   }
 
-  // On entry s and dp are the products; on return s has the probabilities for dv, and dp their gradients for dk and dq.
+  // On entry s and dp are the products; on return s has the probabilities for dv (with dropout without the factor
+  // 1 / (1 - p)), and dp their gradients for dk and dq.
   // `lse`: (kBlockM,) times log2(e), `delta`: (kBlockM,), of the tile's queries. kPending: groups of copies after
   // load_bias().
   template <int kPending>
@@ -165,8 +166,8 @@ struct Features {
     return *reinterpret_cast<const float2*>(rows + Position::first_column() + nt * 8);
   }
 
-  // s becomes the capped score times log2(e). The factor 1 - tanh^2 of ds is stored, rounded to T, where this thread
-  // will write ds.
+  // s becomes the capped score times log2(e). The factor 1 - tanh^2 of ds is stored, rounded to T, in this thread's
+  // elements of the ds tile. On 9.0 another lane may overwrite them, so store_scores synchronizes the warp first.
   __device__ __forceinline__ void cap(uint8_t* ds, Accumulator& s) const {
     const float softcap = params.attention.softcap;
     const float to_cap = params.attention.softmax_scale / softcap, from_cap = softcap * kLog2E;
@@ -226,7 +227,7 @@ struct Features {
   }
 
   // kHides: a bias or a key mask may hide a whole row. Its probabilities are 0, and its delta may have any value.
-  // The probabilities of dropout lack the factor of those that are kept; the main loop multiplies dv by it.
+  // With dropout, p is not multiplied by 1 / (1 - p); the main loop multiplies dv instead.
   template <bool kDropout, bool kHides>
   __device__ __forceinline__ void finish(const float* lse, const float* delta, float scale, Accumulator& s,
                                          Accumulator& dp) const {

@@ -64,7 +64,7 @@ struct KernelParams {
   // True if the tensor has q's 16-bit dtype and its rows can be accessed as 16-byte vectors.
   bool bias_vectors = false, bias_gradient_vectors = false;
 
-  float dropout_scale = 1.f;       // multiplies the probabilities that are kept
+  float dropout_scale = 1.f;       // multiplies dp of elements that are kept, and dv after the query loop
   uint32_t dropout_threshold = 0;  // kFlash: bytes up to this one are kept; otherwise 32-bit words from this one on
 
   OrderedBiasSums ordered_bias_sums;

@@ -228,7 +228,6 @@ def train(text: Text, config: Config, operators: Operators, device: torch.device
     return model, {
         "losses": losses,
         "held_out_loss": sum(held_out) / len(held_out),
-        "seconds": sum(times),
         "ms_per_step": 1e3 * statistics.median(times),
     }
 

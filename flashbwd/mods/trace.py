@@ -50,6 +50,7 @@ class Trace:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
+@unset_fake_temporarily()  # the recorder would also see the operators that a fake kernel calls
 def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     """Trace ``score_mod`` (``with_score``) or ``mask_mod``.
 
@@ -62,11 +63,6 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     ValueError
         If the result has the wrong dtype.
     """
-    with unset_fake_temporarily():  # the recorder would also see the operators that a fake kernel calls
-        return _trace(name, mod, with_score)
-
-
-def _trace(name: str, mod: Mod, with_score: bool) -> Trace:
     recorder = _Recorder(name)
     names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
     arguments = [recorder.argument(n, torch.float32 if n == "score" else torch.int32) for n in names]

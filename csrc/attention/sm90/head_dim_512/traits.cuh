@@ -12,7 +12,7 @@ constexpr uint32_t kWarpgroupBarrier = 1;  // named barriers of the consumer war
 
 constexpr int kStages = 2;  // of streamed tiles; consumer warpgroup w starts with the tiles of stage w
 constexpr int kWarps = kWarpgroupThreads / 32;
-constexpr int kLoaders = 32;  // threads that arrive when a tile is complete: the lanes of a warp of the producer
+constexpr int kLoaders = 32;  // threads that arrive at the barrier of a loaded tile: the lanes of a producer warp
 constexpr int kAtomBytes = kRows * kAtomRowBytes;
 constexpr int kScores = kRows * kRows / kWarpgroupThreads;  // of a tile of S or dP, per thread
 constexpr uint32_t kRowValueBytes = kRows * sizeof(float);

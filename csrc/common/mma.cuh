@@ -221,9 +221,10 @@ struct Mma {
   }
 };
 
-// fp32 products from TF32 ones. Split: x = big + small, and three of the four products. Not split: x is rounded.
+// fp32 products from TF32 ones. Split: x = big + small, and three of the four products.
 enum class Fp32Products {
-  kOne,
+  kOne,             // x rounded
+  kOneAsTriton,     // x truncated: as PyTorch's FlexAttention computes scores
   kThree,           // most accurate: big is x rounded, and fp32 additions sum the steps
   kThreeAsCutlass,  // as PyTorch's forward computes scores: big is x truncated, and fp32 additions sum chains of steps
 };
@@ -231,7 +232,7 @@ enum class Fp32Products {
 template <Fp32Products kProducts>
 struct MmaFp32 {
   using Scores = MmaFp32;
-  static constexpr bool kSplit = kProducts != Fp32Products::kOne;
+  static constexpr bool kSplit = kProducts == Fp32Products::kThree || kProducts == Fp32Products::kThreeAsCutlass;
   static constexpr bool kChained = kProducts == Fp32Products::kThreeAsCutlass;
   static constexpr int kStep = 8;
   static constexpr int kChain = kChained ? 4 : 0;                            // steps that the tensor core chains
@@ -254,6 +255,8 @@ struct MmaFp32 {
     } else if constexpr (kSplit) {
       operand.big[i] = (bits + 0x1000u) & 0xffffe000u;
       operand.small[i] = __float_as_uint(__uint_as_float(bits) - __uint_as_float(operand.big[i]));
+    } else if constexpr (kProducts == Fp32Products::kOneAsTriton) {
+      operand.big[i] = bits;  // the tensor core ignores the lowest 13 bits
     } else {
       asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(operand.big[i]) : "f"(__uint_as_float(bits)));
     }

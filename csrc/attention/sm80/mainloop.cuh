@@ -96,9 +96,9 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
         }
         FromProducts::template multiply_keys<M>(k_rows, smem.q[stage], s);
       } else {
-        using Kind = typename M::Scores;
-        const auto rows = FromProducts::template rows_of_keys<Kind>(smem.k + keys_offset(smem));
-        FromProducts::template multiply_keys<Kind>(rows, smem.q[stage], s);
+        using ScoreMma = typename Traits::ScoreMma;
+        const auto rows = FromProducts::template rows_of_keys<ScoreMma>(smem.k + keys_offset(smem));
+        FromProducts::template multiply_keys<ScoreMma>(rows, smem.q[stage], s);
       }
       if constexpr (Traits::kStages > 1) {
         if constexpr (Traits::kExchange) smem.done.wait(phase ^ 1);  // all threads are done with the previous iteration

@@ -24,6 +24,9 @@ struct Traits {
   static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
   static constexpr bool kGenerated = kVariant == Variant::kGenerated;
   static constexpr bool kListed = kGenerated || kVariant == Variant::kBlockMask;  // a block mask lists the query loop
+  // The products for s. Probabilities must belong to the LSE, so TF32 products are those of the forward: FlexAttention.
+  using ScoreMma = std::conditional_t<kListed && std::is_same_v<M, MmaFp32<Fp32Products::kOne>>,
+                                      MmaFp32<Fp32Products::kOneAsTriton>, typename M::Scores>;
   using WorkTile = std::conditional_t<kListed, ListedWorkTile, sm80::WorkTile>;
   using QueryIteration = std::conditional_t<kListed, ListedIteration, sm80::QueryIteration>;
   static constexpr int kHeadDim = kTile.head_dim;

@@ -87,9 +87,7 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if constexpr (Traits::kStages == 1) {
         if (threadIdx.x == 0) prepare_next(params, smem, iteration, index, ring_index, query_block, more);
       }
-      if constexpr (Traits::kFeatures) {
-        if (Traits::kStages == 1 || index == 0) scores.draw_mask(iteration.head, query_block);
-      }
+      if constexpr (Traits::kFeatures) scores.draw_mask(iteration.head, query_block);
       ScoreTile s = {}, dp = {};
       if constexpr (Traits::kKeepsRows) {
         if (index == 0) {
@@ -198,13 +196,6 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
     if (more) {
       copy_async_wait<0>();
       smem.tiles_loaded.arrive();
-    }
-    if constexpr (Traits::kFeatures) {
-      // While other warps finish, draws the mask of the next iteration.
-      if (more) {
-        const QueryIteration next(iteration, work);
-        scores.draw_mask(next.head, next.query_block(work));
-      }
     }
     // Waits until all threads have stored ds. Recomputing the phase saves a register, except with a shared bias.
     smem.scores_stored.wait(kSharedBias ? phase : (index + first_stage(smem)) % 2);

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.gpu_lock import devices_from
+from kit.lost_gpu import end_lost_worker
 
 import flashbwd
 
@@ -43,6 +45,15 @@ def pytest_runtest_setup() -> None:
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     item.user_properties.append(("flashbwd", tuple(flashbwd.stats()[OPERATOR])))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # an error of a kernel is a failure of this test, not of the next one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    end_lost_worker(report)
+    return report
 
 
 class Recorder:

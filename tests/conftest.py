@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from kit.gpu_lock import GpuLock, devices_from
+from kit.lost_gpu import end_lost_worker
 from kit.summary import Summary, take_ratios
 
 # Each profile sets derandomize. Otherwise, hypothesis takes it from its own CI profile if the variable CI is set.
@@ -75,24 +75,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         take_ratios(item)
 
 
-def gpu_is_lost() -> bool:
-    """Whether CUDA calls of this process fail from now on, as after an illegal memory access."""
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """End a worker whose GPU context is lost. pytest-xdist names its test and replaces it, so other tests still run."""
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.failed and WORKER is not None and gpu_is_lost():
-        print(f"{item.nodeid}, {report.when}\n{report.longreprtext}", file=sys.__stderr__, flush=True)
-        os._exit(1)
+    end_lost_worker(report)
     return report
 
 

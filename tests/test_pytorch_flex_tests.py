@@ -156,6 +156,27 @@ def test_a_process_that_dies_is_a_failure_of_its_test(tmp_path: Path) -> None:
     assert "crashed" in record["error"]
 
 
+def test_a_test_that_loses_the_gpu_fails_alone(tmp_path: Path) -> None:
+    source = """
+import torch
+
+def lost():
+    raise torch.AcceleratorError("an illegal memory access")
+
+def test_1_loses_the_gpu():
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = lost
+
+def test_2_works():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+"""
+    written(tmp_path, source)
+    _, summary = run(tmp_path, "--jobs", "1")
+    assert names(summary["failed_both"]) == ["test_1_loses_the_gpu"]
+    assert names(summary["passed"]) == ["test_2_works"]
+
+
 def test_nothing_runs_without_time(tmp_path: Path) -> None:
     args = argparse.Namespace(out=tmp_path)
     assert script.run("on", ["test_tiny.py::TestTiny::test_passes"], args, 0.0) == {}

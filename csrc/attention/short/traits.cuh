@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "../../common/mma.cuh"
+#include "../../common/mma_fp32.cuh"
 #include "config.h"
 #include "kernel_params.h"
 

@@ -107,8 +107,9 @@ struct Mainloop : Copies<Traits>, Products<Traits> {
       if constexpr (Traits::kKeepsRows) {
         FromProducts::template multiply_keys<M>(v_rows, smem.dout[stage], dp);
       } else {
-        const auto rows = FromProducts::template rows_of_keys<M>(smem.v + keys_offset(smem));
-        FromProducts::template multiply_keys<M>(rows, smem.dout[stage], dp);
+        using DpMma = typename Traits::DpMma;
+        const auto rows = FromProducts::template rows_of_keys<DpMma>(smem.v + keys_offset(smem));
+        FromProducts::template multiply_keys<DpMma>(rows, smem.dout[stage], dp);
       }
       if constexpr (Traits::kFeatures) {
         scores.template apply<(Traits::kStages > 1 ? 1 : 0)>(iteration.head, query_block, smem.lse[stage],

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../../common/mma.cuh"
+#include "../../common/mma_fp32.cuh"
 #include "config.h"
 #include "dq.cuh"
 #include "listed_loop.cuh"
@@ -24,9 +24,12 @@ struct Traits {
   static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
   static constexpr bool kGenerated = kVariant == Variant::kGenerated;
   static constexpr bool kListed = kGenerated || kVariant == Variant::kBlockMask;  // a block mask lists the query loop
-  // The products for s. Probabilities must belong to the LSE, so TF32 products are those of the forward: FlexAttention.
-  using ScoreMma = std::conditional_t<kListed && std::is_same_v<M, MmaFp32<Fp32Products::kOne>>,
-                                      MmaFp32<Fp32Products::kOneAsTriton>, typename M::Scores>;
+  // The products for s and dp. FlexAttention's TF32 products are those of PyTorch's forward, so that probabilities
+  // belong to its LSE, and dp to delta.
+  using OneAsTriton = MmaFp32<Fp32Products::kOneAsTriton>;
+  static constexpr bool kAsTriton = kListed && std::is_same_v<M, MmaFp32<Fp32Products::kOne>>;
+  using ScoreMma = std::conditional_t<kAsTriton, OneAsTriton, typename M::Scores>;
+  using DpMma = std::conditional_t<kAsTriton, OneAsTriton, M>;
   using WorkTile = std::conditional_t<kListed, ListedWorkTile, sm80::WorkTile>;
   using QueryIteration = std::conditional_t<kListed, ListedIteration, sm80::QueryIteration>;
   static constexpr int kHeadDim = kTile.head_dim;

@@ -10,8 +10,8 @@ The text is the Python language reference that every CPython contains for `help(
 The script needs only flashbwd; with matplotlib, it also plots both loss curves. On a CPU it checks the gradients and
 does not measure speed, because flashbwd's reference backend is written to be exact, not fast.
 
-The model below calls flashbwd's functions itself, so that one process can train with both libraries. On a GPU, the line
-`flashbwd.enable()` makes an unchanged PyTorch model use flashbwd's gradients.
+On a GPU, both runs train the same PyTorch model; `flashbwd.enable()` is all that differs. On a CPU that line has
+nothing to replace, so the model calls flashbwd's own functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -65,10 +65,13 @@ class Operators:
     name: str
     attention: Callable[[Tensor, Tensor, Tensor], Any]
     layer_norm: Callable[[Tensor, Tensor, Tensor], Tensor]
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext  # in which they train
 
 
-def flashbwd_operators() -> Operators:
+def flashbwd_operators(device: torch.device) -> Operators:
     """Attention and LayerNorm whose gradients flashbwd computes."""
+    if device.type == "cuda":
+        return replace(torch_operators(), name="flashbwd", context=flashbwd.enable)
     return Operators(
         "flashbwd",
         lambda q, k, v: flashbwd.attention(q, k, v, causal=True),
@@ -190,7 +193,8 @@ def first_gradient(text: Text, config: Config, operators: Operators, device: tor
     """All gradients on the first batch, as one float64 vector."""
     model = build(text, config, operators, device)
     generator = torch.Generator().manual_seed(config.seed)
-    loss_of(model, draw(text.train, config, generator).to(device)).backward()
+    with operators.context():
+        loss_of(model, draw(text.train, config, generator).to(device)).backward()
     gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(gradients)
 
@@ -309,15 +313,18 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device: {device}, {dtype}, torch {torch.__version__}, flashbwd {flashbwd.__version__}")
     plan = describe_backend(config, device)
 
-    ours = first_gradient(text, config, flashbwd_operators(), device)
-    theirs = first_gradient(text, config, torch_operators(), device)
-    gradient_error = ((ours - theirs).norm() / theirs.norm()).item()
+    ours, theirs = flashbwd_operators(device), torch_operators()
+    gradient = first_gradient(text, config, theirs, device)
+    gradient_error = ((first_gradient(text, config, ours, device) - gradient).norm() / gradient.norm()).item()
 
-    model, our_run = train(text, config, flashbwd_operators(), device)
-    _, torch_run = train(text, config, torch_operators(), device)
+    with ours.context():
+        model, our_run = train(text, config, ours, device)
+    _, torch_run = train(text, config, theirs, device)
     runs = {"flashbwd": our_run, "torch": torch_run}
     pairs = zip(our_run["losses"], torch_run["losses"], strict=True)
     loss_error = max(abs(a - b) for a, b in pairs)
+
+    computed = {name: hits for name, (hits, _) in flashbwd.stats().items() if hits}  # by flashbwd, on a GPU
 
     # Comparisons with NaN are false, so a NaN fails.
     gradients_agree = gradient_error <= GRADIENT_TOLERANCE[dtype]
@@ -334,7 +341,8 @@ def main(arguments: list[str] | None = None) -> int:
         "gradient_tolerance": GRADIENT_TOLERANCE[dtype],
         "loss_error": loss_error,
         "loss_tolerance": LOSS_TOLERANCE[dtype],
-        "agree": gradients_agree and curves_agree,
+        "computed": computed,
+        "agree": gradients_agree and curves_agree and (on_cpu or len(computed) > 0),
         "runs": runs,
         "sample": continuation,
     }
@@ -345,6 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
     print(f"first gradient: relative difference {gradient_error:.1e} (allowed {GRADIENT_TOLERANCE[dtype]:g})")
     print(f"loss curves: largest difference {loss_error:.1e} (allowed {LOSS_TOLERANCE[dtype]:g})")
+    for name, hits in computed.items():
+        print(f"{hits} calls of {name} were computed by flashbwd")
     print(f"sample: {continuation!r}")
     print("the two runs agree" if result["agree"] else "FAILED: the two runs do not agree")
     if on_cpu:

@@ -6,6 +6,7 @@ of overrides and the peers of benchmarks may call attention kernels of other lib
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from typing import Any
@@ -61,10 +62,14 @@ def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, same
         and k.shape[1] > 1
         and (options.causal != "bottom_right" or same_length)
         and not options.deterministic
-        and torch.cuda.get_device_capability(q.device)[0] >= 9
-        and (torch.backends.cudnn.version() or 0) >= 90000
+        and _has_cudnn(q.get_device())
         and _has_cudnn_plan(q, k, v, options)
     )
+
+
+@functools.cache
+def _has_cudnn(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9 and (torch.backends.cudnn.version() or 0) >= 90000
 
 
 _cudnn_plans: set[tuple[Any, ...]] = set()
@@ -76,8 +81,8 @@ def _has_cudnn_plan(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) 
     The first call creates a handle and a plan, which CUDA graph capture forbids. PyTorch caches handles per thread and
     plans per thread and shape, so this set grows no faster than PyTorch's own cache.
     """
-    layout = [(tuple(x.shape), x.stride()) for x in (q, k, v)]
-    key = (threading.get_ident(), q.device, q.dtype, options.causal, options.softmax_scale, *layout)
+    layout = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+    key = (threading.get_ident(), q.device, q.dtype, options.causal, options.softmax_scale, layout)
     if key not in _cudnn_plans:
         if torch.cuda.is_current_stream_capturing():
             return False

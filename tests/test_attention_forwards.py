@@ -232,6 +232,7 @@ def test_a_graph_capture_uses_cudnn_only_after_a_call_outside_of_captures(monkey
 
 def imitate_gpu(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capability = (9, 0) if generation == "sm90" else (8, 0)
+    monkeypatch.setattr(_forward, "_has_cudnn", _forward._has_cudnn.__wrapped__)  # without its cache
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kit import tolerance
 from kit.repeats import differing_elements
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -745,6 +746,20 @@ def test_autocast_gives_the_same_dtypes_as_torch(device: str) -> None:
         module(linear(x)).float().square().sum().backward()
     assert module.weight.grad is not None
     assert module.weight.grad.dtype == fp32
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(bf16, fp32), (fp32, fp32), (torch.float64, torch.float64)])
+def test_cuda_autocast_casts_to_float32(dtype: torch.dtype, expected: torch.dtype) -> None:
+    enabled = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast would refuse without a GPU
+    try:
+        with FakeTensorMode():
+            x, gamma = torch.empty(4, 16, device="cuda", dtype=dtype), torch.empty(16, device="cuda", dtype=dtype)
+            assert flashbwd.layer_norm(x, gamma, gamma).dtype == expected
+            assert flashbwd.layer_norm(x).dtype == expected
+            assert flashbwd.rms_norm(x, gamma).dtype == dtype
+    finally:
+        torch.set_autocast_enabled("cuda", enabled)
 
 
 # ---- requirements of PyTorch on operators ----

@@ -15,7 +15,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ H200 = "nvidia-h200"
 FILES = {
     "attention": f"{H100}-attention-20261128-204517",
     "attention_features": f"{H100}-attention_features-20261123-101529",
+    "attention_features_h200": f"{H200}-attention_features-20261129-160508",
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
@@ -52,6 +53,7 @@ FILES = {
 
 
 ATTENTION = ("attention", "attention_features")
+FEATURES_H200 = ("attention_features_h200",)
 
 
 @functools.lru_cache
@@ -111,7 +113,7 @@ class Row:
     suites: tuple[str, ...] = ATTENTION
 
     def selected(self, figure: str = COOL) -> list[tuple[CaseResult, Ratio]]:
-        where = PLAIN | self.where if self.suites == ATTENTION else self.where
+        where = PLAIN | self.where if self.suites in (ATTENTION, FEATURES_H200) else self.where
         chosen = []
         for result in measured(*self.suites):
             over = result.fastest_peer() if self.over == cases.ANY_PEER else self.over
@@ -176,7 +178,7 @@ def _row(heading: str, ours: str, over: str, **where: Any) -> Row:
 
 SCALE = ("scale_2", "scale_4")
 
-SUMMARY = [
+ATTENTION_ROWS = [
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=_MAIN),
     _row("sm90, D {head_dim}, S {seqlen}", SM90, CUDNN, head_dim=lambda d: d not in _MAIN),
     _row("sm90, {group} query heads per KV head", SM90, CUDNN, group=lambda g: g > 1),
@@ -199,7 +201,7 @@ SUMMARY = [
     Row("sm90 deterministic, dense" , ORDERED, SM90, "the same kernel, non-deterministic", _DENSE),
     Row("sm90 deterministic, packed sequences", ORDERED, SM90, "the same kernel, non-deterministic", _PACKED),
     _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
-    _row("sm80, D {head_dim} (this run used the tile of D 64)", SM80, FLASH, head_dim=lambda d: d < 64),
+    _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d < 64),
     _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
     _row("sm80, windows of {window} keys", SM80, FLASH, **_WINDOW),
     _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),
@@ -215,6 +217,11 @@ SUMMARY = [
     _row("sm80, D {head_dim} with Dv {head_dim_v}", SM80, EFFICIENT, head_dim=192, head_dim_v=128),
     _row("sm80, D {head_dim}", SM80, EFFICIENT, head_dim=lambda d: d > 256),
     _row("sm80, {dtype}, D {head_dim}", SM80, EFFICIENT, dtype="fp32"),
+]  # fmt: skip
+
+SUMMARY = [
+    *ATTENTION_ROWS,
+    *(replace(row, suites=FEATURES_H200) for row in ATTENTION_ROWS),
     *(
         Row(
             f"short, {heading}, D {{head_dim}}, S {{seqlen}}", cases.SHORT, over, words, {"table": "short"} | where,
@@ -340,11 +347,12 @@ def summary(gpu: str) -> str:
     return table(["kernel and cases", "over", *names, "cases"], (row.cells(held) for row in rows))
 
 
-def missed() -> str:
-    """Return every bar that was measured and missed in the runs of FILES."""
+def missed(gpu: str) -> str:
+    """Return every bar that was measured and missed on a GPU."""
     rows = [
         [result.name, bar.ours, bar.over, str(result.verdict(bar).value), f"{bar.at_least:g}"]
         for suite in FILES
+        if FILES[suite].startswith(gpu)
         for result in measured(suite)
         for bar in result.bars
         if not bar.goal and result.verdict(bar).passed is False
@@ -354,7 +362,7 @@ def missed() -> str:
 
 def runs() -> str:
     lines = []
-    for suite, stem in FILES.items():
+    for stem in FILES.values():
         written = RESULTS / f"{stem}.md"  # written by the run; contains the slot lengths
         run = results.load(written.with_suffix(".json"))
         commit, torch = (run.machine["commit"] or "")[:9], run.machine["torch"]
@@ -362,7 +370,7 @@ def runs() -> str:
         if how is None:
             raise ValueError(f"flashbwd: {written.name} does not say how long its slots are")
         file = f"`benchmarks/results/{stem}.md`"
-        lines.append(f"- {suite}, {run.machine['device']}: {file}, commit {commit}, torch {torch}, {how[0]}")
+        lines.append(f"- {run.suite}, {run.machine['device']}: {file}, commit {commit}, torch {torch}, {how[0]}")
     return "\n".join(lines)
 
 
@@ -428,7 +436,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "headline": headline,
     "summary-h100": lambda: summary(H100),
     "summary-h200": lambda: summary(H200),
-    "missed": missed,
+    "missed-h100": lambda: missed(H100),
+    "missed-h200": lambda: missed(H200),
     "runs": runs,
     "cpu": lambda: times("cpu"),
     "scale": lambda: scaling("scale"),

@@ -313,6 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device: {device}, {dtype}, torch {torch.__version__}, flashbwd {flashbwd.__version__}")
     plan = describe_backend(config, device)
 
+    flashbwd.stats(reset=True)
     ours, theirs = flashbwd_operators(device), torch_operators()
     gradient = first_gradient(text, config, theirs, device)
     gradient_error = ((first_gradient(text, config, ours, device) - gradient).norm() / gradient.norm()).item()
@@ -325,6 +326,8 @@ def main(arguments: list[str] | None = None) -> int:
     loss_error = max(abs(a - b) for a, b in pairs)
 
     computed = {name: hits for name, (hits, _) in flashbwd.stats().items() if hits}  # by flashbwd, on a GPU
+    names = " ".join(computed)
+    taken_over = on_cpu or ("attention" in names and "layer_norm" in names)
 
     # Comparisons with NaN are false, so a NaN fails.
     gradients_agree = gradient_error <= GRADIENT_TOLERANCE[dtype]
@@ -342,7 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
         "loss_error": loss_error,
         "loss_tolerance": LOSS_TOLERANCE[dtype],
         "computed": computed,
-        "agree": gradients_agree and curves_agree and (on_cpu or len(computed) > 0),
+        "agree": gradients_agree and curves_agree,
         "runs": runs,
         "sample": continuation,
     }
@@ -356,6 +359,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, hits in computed.items():
         print(f"{hits} calls of {name} were computed by flashbwd")
     print(f"sample: {continuation!r}")
+    if not taken_over:
+        print(f"FAILED: PyTorch computed gradients that flashbwd should have computed\n{flashbwd.stats()}")
     print("the two runs agree" if result["agree"] else "FAILED: the two runs do not agree")
     if on_cpu:
         print("The times above say nothing about the kernels: on a CPU, flashbwd's reference is exact, not fast.")
@@ -366,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
     plot(path.with_suffix(".png"), runs, f"A small GPT trained twice from the same weights ({device.type}, {dtype})")
-    return 0 if result["agree"] else 1
+    return 0 if result["agree"] and taken_over else 1
 
 
 if __name__ == "__main__":

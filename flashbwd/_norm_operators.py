@@ -225,14 +225,15 @@ def _rms_norm_grads(ctx: Any, dz: Tensor | None, *_: Tensor | None) -> tuple[Ten
 _ops.library.register_autograd("layer_norm", _layer_norm_grads, _save_layer_norm)
 _ops.library.register_autograd("rms_norm", _rms_norm_grads, _save_rms_norm)
 
+_HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
 
 
 def _autocast_layer_norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
-    """Cast to float32, except float64. A kernel of ``torch.library.register_autocast`` takes twice as long."""
-    inputs = (t if t is None or t.dtype == torch.float64 else t.float() for t in (x, gamma, beta))
+    """Cast 16-bit inputs to float32. A kernel of ``torch.library.register_autocast`` takes three times as long."""
+    inputs = (t.float() if t is not None and t.dtype in _HALF else t for t in (x, gamma, beta))
     with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         results: tuple[Tensor, ...] = torch.ops.flashbwd.layer_norm.default(*inputs, *options)
     return results
@@ -240,4 +241,3 @@ def _autocast_layer_norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *
 
 # PyTorch's CUDA autocast also casts layer_norm to float32 but not rms_norm. Its CPU autocast casts neither.
 _ops.library.impl("layer_norm", _autocast_layer_norm, "AutocastCUDA")
-torch.ops.flashbwd.layer_norm.default.py_impl(torch._C.DispatchKey.AutocastCUDA)(_autocast_layer_norm)

@@ -201,7 +201,7 @@ ATTENTION_ROWS = [
     Row("sm90 deterministic, dense" , ORDERED, SM90, "the same kernel, non-deterministic", _DENSE),
     Row("sm90 deterministic, packed sequences", ORDERED, SM90, "the same kernel, non-deterministic", _PACKED),
     _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
-    _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d < 64),
+    _row("sm80, below 64, D {head_dim}", SM80, FLASH, head_dim=lambda d: d < 64),
     _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
     _row("sm80, windows of {window} keys", SM80, FLASH, **_WINDOW),
     _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),
@@ -218,10 +218,12 @@ ATTENTION_ROWS = [
     _row("sm80, D {head_dim}", SM80, EFFICIENT, head_dim=lambda d: d > 256),
     _row("sm80, {dtype}, D {head_dim}", SM80, EFFICIENT, dtype="fp32"),
 ]  # fmt: skip
+# The kernel is newer than the run on an H100.
+ABOVE_256 = _row("sm90, D {head_dim}", SM90, EFFICIENT, head_dim=lambda d: d > 256, group=lambda g: g >= 1)
 
 SUMMARY = [
     *ATTENTION_ROWS,
-    *(replace(row, suites=FEATURES_H200) for row in ATTENTION_ROWS),
+    *(replace(row, suites=FEATURES_H200) for row in (*ATTENTION_ROWS, ABOVE_256)),
     *(
         Row(
             f"short, {heading}, D {{head_dim}}, S {{seqlen}}", cases.SHORT, over, words, {"table": "short"} | where,

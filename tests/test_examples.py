@@ -57,7 +57,8 @@ def test_train_gpt_agrees_with_torch_and_writes_its_results(device: str, tmp_pat
     assert result["plan"]["backend"] in ("reference", "short", "sm80", "sm90")
     assert f"{result['plan']['backend']} backend" in done.stdout
     assert [len(run["losses"]) for run in result["runs"].values()] == [4, 4]
-    assert device == "cpu" or min(result["computed"].values()) >= 4  # of each operator, at least one per step
+    attention = [hits for name, hits in result["computed"].items() if "attention" in name]
+    assert device == "cpu" or min(sum(attention), result["computed"]["aten::native_layer_norm_backward"]) >= 4
     assert (tmp_path / "train_gpt.png").read_bytes().startswith(b"\x89PNG")
 
 

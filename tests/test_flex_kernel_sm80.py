@@ -138,3 +138,29 @@ def test_float32_products_round_to_tf32_only_if_pytorch_allows_it(sm80: None, ma
     for rounded, precise in zip(grads(), exact, strict=True):
         error = (rounded - precise).norm() / precise.norm()
         assert 1e-5 < error < 3e-3
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """x without the 13 bits that TF32 lacks."""
+    return (x.view(torch.int32) & ~0x1FFF).view(FP32)
+
+
+@pytest.mark.parametrize("generated", [False, True], ids=["block_mask", "generated"])
+def test_tf32_products_for_scores_and_dp_truncate_their_operands(generated: bool, sm80: None, matmul: Any) -> None:
+    p, block_mask = public_problem(Case("documents", seqlen_q=500, seqlen_k=500, head_dim=64, dtype=FP32))
+    dout, q, k, v, out = p.tensors
+    score_mod = (lambda s, b, h, i, j: s + 0.1 * torch.sin(0.3 * (i - j))) if generated else None
+    options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": True, "deterministic": True}
+    matmul.fp32_precision = "tf32"
+
+    def grads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flashbwd.flex_attention_backward(dout, q, k, v, out, p.lse, **options)
+
+    dq, dk, dv, *_ = grads(q, k, v)
+    other_dq, other_dk, same_dv, *_ = grads(truncated(q), truncated(k), v)
+    assert torch.equal(same_dv, dv)  # the same scores
+    assert not torch.equal(other_dq, dq)  # a product with k rounded
+    assert not torch.equal(other_dk, dk)
+    same_dq, same_dk, *_ = grads(q, k, truncated(v))
+    assert torch.equal(same_dq, dq)  # the same dp
+    assert torch.equal(same_dk, dk)

@@ -758,6 +758,8 @@ def test_cuda_autocast_casts_to_float32(dtype: torch.dtype, expected: torch.dtyp
             assert flashbwd.layer_norm(x, gamma, gamma).dtype == expected
             assert flashbwd.layer_norm(x).dtype == expected
             assert flashbwd.rms_norm(x, gamma).dtype == dtype
+            integers = flashbwd.layer_norm(x.to(torch.int64))  # a fake operator does not check dtypes
+            assert integers.dtype == torch.int64
     finally:
         torch.set_autocast_enabled("cuda", enabled)
 

@@ -88,7 +88,7 @@ class Kernel:
     tile : int
         Number of the tile in the table of the backend, csrc/attention/sm90/config.h or csrc/attention/sm80/config.h.
     tf32 : bool
-        sm80: products of float32 inputs are rounded to TF32.
+        sm80: float32 inputs are multiplied as TF32.
     """
 
     backend: str

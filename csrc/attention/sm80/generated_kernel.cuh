@@ -5,7 +5,7 @@
 
 namespace flashbwd::sm80 {
 
-// kTileIndex: a row of kTiles. Mod_: the generated score_mod. kTf32: fp32 products are rounded to TF32.
+// kTileIndex: a row of kTiles. Mod_: the generated score_mod. kTf32: fp32 products are single TF32 products.
 template <typename T, int kTileIndex, bool kTf32, typename Mod_>
 struct GeneratedTraits
     : Traits<T, kTileIndex, Variant::kGenerated, std::conditional_t<kTf32, MmaFp32<Fp32Products::kOne>, Mma<T>>> {

@@ -24,8 +24,8 @@ struct Traits {
   static constexpr bool kFeatures = kBiasAlone || kVariant == Variant::kAllFeatures;
   static constexpr bool kGenerated = kVariant == Variant::kGenerated;
   static constexpr bool kListed = kGenerated || kVariant == Variant::kBlockMask;  // a block mask lists the query loop
-  // The products for s and dp. FlexAttention's TF32 products are those of PyTorch's forward, so that probabilities
-  // belong to its LSE, and dp to delta.
+  // The products for s and dp. With lists, TF32 products are those of PyTorch's FlexAttention forward, so that
+  // probabilities belong to its LSE, and dp to delta.
   using OneAsTriton = MmaFp32<Fp32Products::kOneAsTriton>;
   static constexpr bool kAsTriton = kListed && std::is_same_v<M, MmaFp32<Fp32Products::kOne>>;
   using ScoreMma = std::conditional_t<kAsTriton, OneAsTriton, typename M::Scores>;

@@ -51,8 +51,8 @@ struct Traits {
   static constexpr int kEarlyLse = kGenerated || kColumns > 64 ? 2 : kHeadDim != 128 ? 4 : kBlockMask ? 8 : 6;
   static constexpr int kEarlyDelta = 2;
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
-  // without a spill. They are worth 3 % at head dimensions 80 to 128. Beside a bias or a generated score_mod
-  // none fits.
+  // without a spill. They are worth 3 % at head dimensions 80 to 128, and less than 1 % at 64. Beside a bias or a
+  // generated score_mod none fits.
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias && !kGenerated;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;

@@ -226,9 +226,7 @@ _ops.library.register_autograd("layer_norm", _layer_norm_grads, _save_layer_norm
 _ops.library.register_autograd("rms_norm", _rms_norm_grads, _save_rms_norm)
 
 _HALF = (torch.float16, torch.bfloat16)
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 def _autocast_layer_norm(x: Tensor, gamma: Tensor | None, beta: Tensor | None, *options: Any) -> tuple[Tensor, ...]:

@@ -201,7 +201,7 @@ ATTENTION_ROWS = [
     Row("sm90 deterministic, dense" , ORDERED, SM90, "the same kernel, non-deterministic", _DENSE),
     Row("sm90 deterministic, packed sequences", ORDERED, SM90, "the same kernel, non-deterministic", _PACKED),
     _row("sm80, D {head_dim}", SM80, FLASH, head_dim=lambda d: d >= 64),
-    _row("sm80, below 64, D {head_dim}", SM80, FLASH, head_dim=lambda d: d < 64),
+    _row("sm80, D below 64: {head_dim}", SM80, FLASH, head_dim=lambda d: d < 64),
     _row("sm80, {group} query heads per KV head", SM80, FLASH, group=lambda g: g > 1),
     _row("sm80, windows of {window} keys", SM80, FLASH, **_WINDOW),
     _row("sm80, packed sequences, D {head_dim}", SM80, FLASH, **_PACKED),

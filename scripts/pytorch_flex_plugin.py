@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit import lost_gpu
 from kit.gpu_lock import devices_from
-from kit.lost_gpu import end_lost_worker
 
 import flashbwd
 
@@ -25,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(lost_gpu)
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
     os.environ |= devices_from(int(worker.removeprefix("gw")), torch.cuda.device_count())
     if config.getoption("--backward") == "on":
@@ -47,13 +47,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     item.user_properties.append(("flashbwd", tuple(flashbwd.stats()[OPERATOR])))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # an error of a kernel is a failure of this test, not of the next one
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    end_lost_worker(report)
-    return report
 
 
 class Recorder:

@@ -91,7 +91,7 @@ def run(backward: str, tests: Sequence[str], args: argparse.Namespace, end: floa
         chosen.write_text("\n".join(left))
         options = ["--backward", backward, "--tests", chosen, "--outcomes", path, "--tb", "short", "--no-summary"]
         options += ["--timeout", args.timeout_s, "-o", "timeout_method=thread"]
-        # Each test may end its worker: pytorch_flex_plugin.py.
+        # Each test may end its worker: tests/kit/lost_gpu.py.
         workers = ["-n", args.jobs, "--dist", "worksteal", "--max-worker-restart", len(left)]
         options += workers if args.jobs else []
         command = command_of(args.file, args.out, *options)

@@ -8,15 +8,15 @@ import platform
 import random
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from kit import lost_gpu
 from kit.gpu_lock import GpuLock, devices_from
-from kit.lost_gpu import end_lost_worker
 from kit.summary import Summary, take_ratios
 
 # Each profile sets derandomize. Otherwise, hypothesis takes it from its own CI profile if the variable CI is set.
@@ -54,7 +54,8 @@ STARTED = time.monotonic()
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads the option
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the seed of a run whose examples are random, so that pytest can print it."""
+    """Register the plugin of the kit. Draw the seed of a run whose examples are random, so that pytest prints it."""
+    config.pluginmanager.register(lost_gpu)
     if settings.get_profile(PROFILE).derandomize or config.getoption(SEED) is not None:
         return
     drawn = str(random.SystemRandom().randrange(2**32))
@@ -73,13 +74,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         take_ratios(item)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    end_lost_worker(report)
-    return report
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

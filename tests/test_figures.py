@@ -194,7 +194,7 @@ def test_a_case_matches_one_value_or_one_of_a_set(wanted, has):
         ("sm80, packed", "lengths", [[1, 2]], [None]),
         ("sm90, bias", "bias_batch", [1, 4], [None]),
         ("sm80, bias", "bias_batch", [1, 4], [None]),
-        ("sm80, below 64", "head_dim", [32, 63], [64, 128]),
+        ("sm80, D below 64", "head_dim", [32, 63], [64, 128]),
         ("decoding, {seqlen_q} queries", "seqlen_q", [2, 16], [1]),
     ],
 )
@@ -210,8 +210,8 @@ def test_a_row_takes_every_value_of_its_feature_and_no_case_without_it(start, na
 def test_the_rows_of_dense_sm80_take_every_head_dimension_from_64_on_or_beyond_256():
     of_flash, of_efficient = (
         row.where["head_dim"]
-        for row in figures.SUMMARY
-        if row.heading == "sm80, D {head_dim}" and row.ours == figures.SM80 and row.suites == figures.ATTENTION
+        for row in figures.ATTENTION_ROWS
+        if row.heading == "sm80, D {head_dim}" and row.ours == figures.SM80
     )
     dims = (63, 64, 65, 256, 257, 264)
     assert [of_flash(dim) for dim in dims] == [False, True, True, True, True, True]

@@ -203,8 +203,8 @@ struct Mma {
   static __device__ __forceinline__ A operand(const Held& held) {
     return {{held.r[0], held.r[1], held.r[2], held.r[3]}};
   }
-  // Stores to rows `row` to row + 15 of a tile, columns from `column` on. On 9.0, a lane's elements are written through
-  // another lane's address, so a __syncwarp must follow reads of what the tile held before.
+  // Stores 16 x 16 elements of a warp to a tile, from `row` and `column` on. On 9.0, stmatrix writes a lane's elements
+  // to addresses of other lanes, so a __syncwarp must follow earlier reads of the tile.
   template <int kRowBytes>
   static __device__ __forceinline__ void store(uint32_t tile, int32_t row, int32_t column, int32_t lane,
                                                const Held& held) {

@@ -528,8 +528,12 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
         ({"block_mask_queries_seen": 1281, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False, True),
         ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22401}, True, True),  # 1056 lists, eight waves
         ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22400}, False, True),  # 1050 lists
-        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, False, True),  # groups of 3 heads
+        ({"block_mask_queries_seen": 704, "heads_kv": 2}, True, True),  # groups of 3 heads
+        ({"block_mask_queries_seen": 705, "heads_kv": 2}, False, True),
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2}, False, True),
         ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False, False),
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2, "seqlen_q": 3460}, True, True),  # 0.45 of the queries
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2, "seqlen_q": 3461}, False, True),
         ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False, False),
         ({"block_mask_queries_seen": 1088, "softcap": 30.0}, False, False),
         ({"block_mask_queries_seen": 1088, "has_score_mod": True}, False, False),
@@ -548,7 +552,17 @@ def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask(
         assert (plan.backend, plan.sm90.last_add_writes_dq) == ("sm90", writes)
         order = "kOrdered" if deterministic else "kFirstAndLast" if writes else "kUnordered"
         assert plan.sm90.dq_order == getattr(host.DqOrder, order)
-        assert plan.sm90.reversed == (deterministic or writes)
+        of_few_blocks = 20 * changes["block_mask_queries_seen"] < 9 * changes.get("seqlen_q", 8192)
+        grouped = changes.get("heads_kv", 6) < 6
+        assert plan.sm90.reversed == ((deterministic or writes) and (of_few_blocks or not grouped))
+
+
+@pytest.mark.parametrize("seqlen_q", [3460, 3461])
+def test_lists_of_grouped_heads_are_reversed_only_if_they_see_few_query_blocks(host: ModuleType, seqlen_q: int) -> None:
+    sizes = {"seqlen_q": seqlen_q, "total_q": 2 * seqlen_q, "heads_kv": 2, "window_left": -1, "window_right": -1}
+    masked = {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": 1557}
+    plan = plan_of(host, **sizes | masked, head_dim=128, head_dim_v=128, deterministic=True)
+    assert (plan.backend, plan.sm90.reversed) == ("sm90", seqlen_q == 3461)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -639,7 +653,7 @@ def test_large_calls_overlap_the_preprocess(host: ModuleType, changes: dict[str,
     head_dim=st.sampled_from([32, 64, 80, 96, 128, 192, 256]),
     windows=st.sampled_from([(-1, -1), (-1, 0), (255, 0), (100, 100), (5, -1)]),
     deterministic=st.booleans(),
-    layout=st.sampled_from(["dense", "packed", "block mask"]),
+    layout=st.sampled_from(["dense", "packed", "block mask", "sparse block mask"]),
 )
 def test_every_schedule_covers_its_work_and_groups_whole_heads(
     rows: tuple[int, int],
@@ -655,9 +669,10 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
     sizes = {"batch": batch, "seqlen_q": rows[0], "seqlen_k": rows[1], "varlen": varlen}
     sizes |= {"total_q": batch * rows[0], "total_k": batch * rows[1], "deterministic": deterministic}
     sizes |= {"heads": heads[0], "heads_kv": heads[1], "head_dim": head_dim, "head_dim_v": head_dim}
-    if layout == "block mask":
+    if layout.endswith("block mask"):
         windows = (-1, -1)
-        sizes |= {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": rows[0] // 2}
+        seen = rows[0] // (4 if layout.startswith("sparse") else 2)
+        sizes |= {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": seen}
         sizes |= {"list_block_m": 128 if head_dim <= 64 else 64, "list_block_n": 128}
     plan = plan_of(host, **sizes, window_left=windows[0], window_right=windows[1])
     schedule = plan.sm90
@@ -682,7 +697,9 @@ def test_every_schedule_covers_its_work_and_groups_whole_heads(
         # Whole groups of whole heads come before the last group.
         assert schedule.last_group % group == 0
         left = schedule.work_tiles - schedule.last_group
-        if layout == "block mask":  # the size of one to three groups, at most half of them, and the heads that remain
+        if layout.endswith(
+            "block mask"
+        ):  # the size of one to three groups, at most half of them, and the heads that remain
             assert 1 <= left // group <= max(1, min(3, schedule.work_tiles // group // 2))
         elif schedule.reversed:
             assert left == group

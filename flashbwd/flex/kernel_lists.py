@@ -11,7 +11,8 @@ bits     (tiles, words) int32                        the mask of a tile in the o
 - ``turns`` is the number of entries with the same query block and head in the lists before this one, plus 2^16 times
   the number of those in the lists after it. In deterministic mode an add to dq waits for the adds of all lists that
   were handed out earlier; otherwise only the last add waits, if it writes dq. If sm90 hands out the lists of a head
-  from the last one to the first (not in the last group of heads), the higher number counts the earlier ones.
+  from the last one to the first (not in the last group of heads, and with GQA only if heads are outermost), the higher
+  number counts the earlier ones.
 - A list visits a query block for all query heads of the KV head and then the next block. If a key block sees few query
   blocks, it visits all blocks of a head and then the next head: neighbouring work tiles then share what L2 holds.
 - Lists go from the last query block to the first. Work tiles of a causal mask then start at the same query block, and
@@ -34,7 +35,9 @@ from flashbwd import _attention_arguments, _ops
 from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
-_FEW = 0.45  # share of the query blocks that a key block sees, below which heads are outermost
+_FEW = (
+    0.45  # share of the query blocks that a key block sees, below which heads are outermost; is_sparse in schedule.cpp
+)
 _TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
 
 

@@ -34,17 +34,24 @@ bool can_write_dq(const AttentionProblem& p) {
   return sees_a_key(v, 0) && sees_a_key(v, static_cast<int32_t>(p.seqlen_q) - 1);
 }
 
+// A block mask whose key blocks see few query blocks, such as one of documents. Python then writes lists that visit all
+// query blocks of a head before those of the next head (flashbwd/flex/kernel_lists.py).
+bool is_sparse(const AttentionProblem& p) { return p.has_block_mask && 20 * queries_seen(p) < 9 * p.seqlen_q; }
+
 // Saves the dq postprocess, but an iteration takes 1 to 2 % longer. It pays in short query loops, and in narrow
 // windows, whose fp32 dq would leave L2 before the postprocess.
 bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile, int64_t workers) {
   if (!last_writes_dq(tile) || !can_write_dq(p)) return false;
-  // Lists that do not go in reverse order come to a dq tile together, and the last one waits for all others: documents
-  // took up to 1.85 times as long. The last group, up to three waves, is never reversed.
-  const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
-  if (p.has_block_mask && !p.deterministic && (is_gqa(p) || work_tiles < 8 * workers)) return false;
   // A block mask counts whole tiles: up to block_m + block_n more than a causal mask or a window with the same pairs.
   const int64_t rounded_up = p.has_block_mask ? tile.block_m + tile.block_n : 0;
   const int64_t seen = queries_seen(p) - rounded_up, group = p.heads / p.heads_kv;
+  if (p.has_block_mask && !p.deterministic) {
+    // Lists that do not go in reverse order come to a dq tile together, and the last one waits for all others:
+    // documents took up to 1.85 times as long. The last group, up to three waves, is never reversed. With GQA, groups
+    // of reversed heads take more of L2 than others; documents of 1024 tokens took 1.1 times as long.
+    const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
+    if (is_gqa(p) ? is_sparse(p) && seen > 512 : work_tiles < 8 * workers) return false;
+  }
   if (tile.head_dim == 128 && is_window(p) && (is_gqa(p) || is_narrow(p, tile))) return true;
   if (is_narrow(p, tile)) return seen <= (is_gqa(p) ? 768 : 2048);
   return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
@@ -114,12 +121,10 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   };
   const int64_t heads = p.heads_kv * s.gqa_splits, all = p.varlen ? heads : heads * batches_of(p, tile);
   int64_t group = std::min(heads_in(32), heads_at_once(workers, all, s.tiles_per_head));
-  // With GQA a list of a block mask may take a quarter of the call. Simulations end 4 to 10 % earlier if several KV
-  // heads begin with their long lists.
-  if (p.has_block_mask && is_gqa(p)) group = std::min(std::max<int64_t>(group, 4), all);
   if (s.reversed) {
     // Above head dimension 128 long work tiles of a group run beside short ones of the next; small groups stay in L2.
     if (tile.head_dim > 128) group = std::min(group, heads_in(2));
+    if (is_gqa(p)) group = std::max<int64_t>(group, 4);
     while (all % group != 0) --group;
     return static_cast<int32_t>(group);
   }
@@ -194,7 +199,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_counts_adds(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kFirstAndLast : DqOrder::kUnordered;
-  s.reversed = s.counts_adds() && (p.has_block_mask || (is_causal(p) && !is_gqa(p)));
+  s.reversed = s.counts_adds() && (is_gqa(p) ? is_sparse(p) : is_causal(p) || p.has_block_mask);
   if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
 

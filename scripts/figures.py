@@ -39,6 +39,7 @@ H200 = "nvidia-h200"
 FILES = {
     "attention": f"{H100}-attention-20261128-204517",
     "attention_features": f"{H100}-attention_features-20261123-101529",
+    "attention_h200": f"{H200}-attention-20261129-191524",
     "attention_features_h200": f"{H200}-attention_features-20261129-160508",
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
@@ -53,7 +54,7 @@ FILES = {
 
 
 ATTENTION = ("attention", "attention_features")
-FEATURES_H200 = ("attention_features_h200",)
+ATTENTION_H200 = ("attention_h200", "attention_features_h200")
 
 
 @functools.lru_cache
@@ -113,7 +114,7 @@ class Row:
     suites: tuple[str, ...] = ATTENTION
 
     def selected(self, figure: str = COOL) -> list[tuple[CaseResult, Ratio]]:
-        where = PLAIN | self.where if self.suites in (ATTENTION, FEATURES_H200) else self.where
+        where = PLAIN | self.where if self.suites in (ATTENTION, ATTENTION_H200) else self.where
         chosen = []
         for result in measured(*self.suites):
             over = result.fastest_peer() if self.over == cases.ANY_PEER else self.over
@@ -223,7 +224,7 @@ ABOVE_256 = _row("sm90, D {head_dim}", SM90, EFFICIENT, head_dim=lambda d: d > 2
 
 SUMMARY = [
     *ATTENTION_ROWS,
-    *(replace(row, suites=FEATURES_H200) for row in (*ATTENTION_ROWS, ABOVE_256)),
+    *(replace(row, suites=ATTENTION_H200) for row in (*ATTENTION_ROWS, ABOVE_256)),
     *(
         Row(
             f"short, {heading}, D {{head_dim}}, S {{seqlen}}", cases.SHORT, over, words, {"table": "short"} | where,

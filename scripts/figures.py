@@ -47,7 +47,7 @@ FILES = {
     "flex": f"{H200}-flex-20261129-105515",
     "short": f"{H200}-short-20261129-135203",
     "triangle": f"{H200}-triangle-20261129-135431",
-    "cpu": "amd-epyc-all-20261121-015643",
+    "cpu": "amd-epyc-all-20261129-195421",
     "scale_2": f"{H200}-scale_2-20261129-093028",
     "scale_4": f"{H200}-scale_4-20261128-211048",
 }

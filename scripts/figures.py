@@ -386,7 +386,7 @@ def times(suite: str) -> str:
         if peer and (ratio := result.ratio(ours, peer)):
             medians = (result.peers[name].median_ms for name in (peer, ours))
             rows.append([result.name, *(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in medians), str(ratio)])
-    return table(["gradient of", "PyTorch, ms", "flashbwd, ms", "speedup"], rows)
+    return table(["gradient, or decoding", "PyTorch, ms", "flashbwd, ms", "speedup"], rows)
 
 
 def every_case(suites: Sequence[str], ours: str, others: Sequence[str], **where: Any) -> str:

@@ -528,12 +528,17 @@ def test_the_last_add_writes_dq_in_short_query_loops_and_narrow_windows(
         ({"block_mask_queries_seen": 1281, "head_dim": 32, "head_dim_v": 32, "list_block_m": 128}, False, True),
         ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22401}, True, True),  # 1056 lists, eight waves
         ({"block_mask_queries_seen": 1088, "batch": 1, "seqlen_k": 22400}, False, True),  # 1050 lists
-        ({"block_mask_queries_seen": 704, "heads_kv": 2}, True, True),  # groups of 3 heads
-        ({"block_mask_queries_seen": 705, "heads_kv": 2}, False, True),
+        # groups of 3 heads
+        ({"block_mask_queries_seen": 704, "heads_kv": 2, "seqlen_k": 11265}, True, True),  # 528 lists, four waves
+        ({"block_mask_queries_seen": 705, "heads_kv": 2, "seqlen_k": 11265}, False, True),
+        ({"block_mask_queries_seen": 704, "heads_kv": 2, "seqlen_k": 11136}, False, True),  # 522 lists
         ({"block_mask_queries_seen": 1557, "heads_kv": 2}, False, True),
         ({"block_mask_queries_seen": 1558, "heads_kv": 2}, False, False),
-        ({"block_mask_queries_seen": 1557, "heads_kv": 2, "seqlen_q": 3460}, True, True),  # 0.45 of the queries
-        ({"block_mask_queries_seen": 1557, "heads_kv": 2, "seqlen_q": 3461}, False, True),
+        ({"block_mask_queries_seen": 1557, "heads_kv": 2, "seqlen_q": 3456}, False, True),  # 0.451 of the queries
+        # groups of 4 heads: 0.452 of the queries, and 0.442 if the last query block counts as a whole one
+        ({"block_mask_queries_seen": 1216, "heads": 8, "heads_kv": 2, "seqlen_q": 2688}, True, True),
+        ({"block_mask_queries_seen": 1216, "heads": 8, "heads_kv": 2, "seqlen_q": 2689}, False, True),
+        ({"block_mask_queries_seen": 1152, "heads": 8, "heads_kv": 2, "seqlen_q": 2560}, True, True),  # 0.45 of them
         ({"block_mask_queries_seen": 1088, "block_mask_covers": False}, False, False),
         ({"block_mask_queries_seen": 1088, "softcap": 30.0}, False, False),
         ({"block_mask_queries_seen": 1088, "has_score_mod": True}, False, False),
@@ -552,17 +557,31 @@ def test_the_last_add_writes_dq_in_short_query_loops_of_a_block_mask(
         assert (plan.backend, plan.sm90.last_add_writes_dq) == ("sm90", writes)
         order = "kOrdered" if deterministic else "kFirstAndLast" if writes else "kUnordered"
         assert plan.sm90.dq_order == getattr(host.DqOrder, order)
-        of_few_blocks = 20 * changes["block_mask_queries_seen"] < 9 * changes.get("seqlen_q", 8192)
+        of_few_blocks = 20 * changes["block_mask_queries_seen"] < 9 * (-(-changes.get("seqlen_q", 8192) // 64) * 64)
         grouped = changes.get("heads_kv", 6) < 6
         assert plan.sm90.reversed == ((deterministic or writes) and (of_few_blocks or not grouped))
 
 
-@pytest.mark.parametrize("seqlen_q", [3460, 3461])
-def test_lists_of_grouped_heads_are_reversed_only_if_they_see_few_query_blocks(host: ModuleType, seqlen_q: int) -> None:
-    sizes = {"seqlen_q": seqlen_q, "total_q": 2 * seqlen_q, "heads_kv": 2, "window_left": -1, "window_right": -1}
-    masked = {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": 1557}
-    plan = plan_of(host, **sizes | masked, head_dim=128, head_dim_v=128, deterministic=True)
-    assert (plan.backend, plan.sm90.reversed) == ("sm90", seqlen_q == 3461)
+@pytest.mark.parametrize(
+    ("batch", "heads", "group"), [(2, (8, 2), 4), (1, (16, 8), 4), (1, (21, 7), 1), (1, (6, 2), 2)]
+)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_lists_of_grouped_heads_are_reversed_in_groups_of_four_heads_if_their_number_allows_it(
+    host: ModuleType, head_dim: int, batch: int, heads: tuple[int, int], group: int
+) -> None:
+    sizes = square(batch, 8192) | {"heads": heads[0], "heads_kv": heads[1], "window_left": -1, "window_right": -1}
+    masked = {"has_block_mask": True, "block_mask_covers": True, "block_mask_queries_seen": 1024}
+    plan = plan_of(host, **sizes | masked, head_dim=head_dim, head_dim_v=head_dim, deterministic=True)
+    assert (plan.backend, plan.sm90.reversed, plan.sm90.heads_per_group) == ("sm90", True, group)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (1023, 0)])
+def test_key_blocks_of_grouped_heads_without_a_block_mask_are_not_reversed(
+    host: ModuleType, window: tuple[int, int]
+) -> None:
+    sizes = square(2, 8192) | {"heads": 32, "heads_kv": 8, "window_left": window[0], "window_right": window[1]}
+    plan = plan_of(host, **sizes, head_dim=128, head_dim_v=128, deterministic=True)
+    assert (plan.backend, plan.sm90.reversed) == ("sm90", False)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

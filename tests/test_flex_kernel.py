@@ -260,6 +260,11 @@ CASES = [
     small(Case("causal", batch=1, heads=40, heads_kv=40, softcap=5.0, head_dim=64)),
     Case("documents", heads=106, heads_kv=106, seqlen_q=520, seqlen_k=520),
     Case("window", heads=106, heads_kv=106, seqlen_q=520, seqlen_k=520, head_dim=64),
+    # the same for grouped heads
+    small(Case("documents", batch=1, heads=80, heads_kv=40)),
+    Case("documents", heads=80, heads_kv=40, softcap=5.0, head_dim=64),
+    Case("window", heads=128, heads_kv=32, seqlen_q=1025, seqlen_k=1025, head_dim=64),
+    Case("documents", heads=16, heads_kv=8, seqlen_q=2048, seqlen_k=2048, head_dim=256),
     # a cluster of two CTAs per key block
     Case("causal", head_dim=192),
     small(Case("documents", head_dim=192, head_dim_v=128)),
@@ -285,6 +290,14 @@ CASES = [
 def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: bool) -> None:
     p = build(case)
     check(p, p.run(deterministic=deterministic))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_results_of_reversed_lists_of_grouped_heads_repeat_bit_for_bit(head_dim: int) -> None:
+    p = build(Case("documents", heads=16, heads_kv=8, seqlen_q=2048, seqlen_k=2048, head_dim=head_dim))
+    first = p.run(deterministic=True)
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, p.run(deterministic=True), strict=True))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from functools import cache
 from types import SimpleNamespace
@@ -162,8 +163,30 @@ def test_a_call_without_heads_is_refused() -> None:
 def test_the_plan_of_a_call_knows_how_many_queries_a_key_block_sees(
     name: str, batch: int, seqlen: int, heads_kv: int, deterministic: bool, writes: bool
 ) -> None:
-    host = load_host()
     lists = lists_of(name, (1, 4, seqlen, seqlen), heads_kv, (64, 128))
+    assert ("the last add writes dq" in schedule_of(lists, batch, seqlen, heads_kv, deterministic)) is writes
+
+
+@pytest.mark.parametrize("seqlen", [1000, 2048])  # with and without a last query block that is cut off
+@pytest.mark.parametrize("more", [-9, -2, -1, 0, 1, 9])
+def test_lists_of_grouped_heads_are_reversed_only_if_they_visit_one_head_after_another(more: int, seqlen: int) -> None:
+    mask = torch.zeros(-(-seqlen // 64), -(-seqlen // 128), dtype=torch.bool)
+    number = math.ceil(0.45 * mask.numel()) + more
+    mask.view(-1)[torch.arange(number) * 7 % mask.numel()] = True
+    assert mask.sum() == number and mask.any(0).all()
+    block_mask = create_block_mask(lambda b, h, i, j: mask[i // 64, j // 128], None, None, seqlen, seqlen, device="cpu")
+    lists = kernel_lists(key_block_lists(block_mask, (1, 4, seqlen, seqlen), Tile(64, 128)), 4, 2)
+    first, count = lists.lists[0, 0, 0, 1:3].tolist()
+    members = lists.entries[first : first + count, 1]
+    one_after_another = bool((members.diff() != 0).sum() == 1)
+    schedule = schedule_of(lists, 1, seqlen, 2, deterministic=True)
+    assert ("the shortest lists first" in schedule) is one_after_another
+    assert one_after_another is (more < 0)
+
+
+def schedule_of(lists: KernelLists, batch: int, seqlen: int, heads_kv: int, deterministic: bool) -> str:
+    """The schedule of a call with 4 heads, in words."""
+    host = load_host()
     q = torch.empty(batch, seqlen, 4, 128, dtype=torch.bfloat16)
     k = torch.empty(batch, seqlen, heads_kv, 128, dtype=torch.bfloat16)
     tensors = {"dout": q, "q": q, "k": k, "v": k, "out": q, "softmax_lse": torch.empty(batch, 4, seqlen)}
@@ -176,4 +199,4 @@ def test_the_plan_of_a_call_knows_how_many_queries_a_key_block_sees(
     gpu = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
     plan = json.loads(host.plan_of_arguments(arguments, device_info(host, **gpu, has_attention_sm90=True)))
     assert plan["backend"] == "sm90"
-    assert ("the last add writes dq" in plan["schedule"]) is writes
+    return str(plan["schedule"])

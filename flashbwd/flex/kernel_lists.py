@@ -35,9 +35,8 @@ from flashbwd import _attention_arguments, _ops
 from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
-_FEW = (
-    0.45  # share of the query blocks that a key block sees, below which heads are outermost; is_sparse in schedule.cpp
-)
+# Share of the query blocks that a key block sees, below which heads are outermost. As is_sparse in sm90/schedule.cpp.
+_FEW = 0.45
 _TILES_AT_ONCE = 4096  # bounds the memory in which bits are rearranged
 
 

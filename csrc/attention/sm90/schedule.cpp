@@ -34,9 +34,23 @@ bool can_write_dq(const AttentionProblem& p) {
   return sees_a_key(v, 0) && sees_a_key(v, static_cast<int32_t>(p.seqlen_q) - 1);
 }
 
-// A block mask whose key blocks see few query blocks, such as one of documents. Python then writes lists that visit all
-// query blocks of a head before those of the next head (flashbwd/flex/kernel_lists.py).
-bool is_sparse(const AttentionProblem& p) { return p.has_block_mask && 20 * queries_seen(p) < 9 * p.seqlen_q; }
+// A block mask whose key blocks see less than 0.45 of the query blocks, such as one of documents. Python then writes
+// lists that visit all query blocks of a head before those of the next head (flashbwd/flex/kernel_lists.py).
+bool is_sparse(const AttentionProblem& p, const Tile& tile) {
+  return p.has_block_mask && 20 * queries_seen(p) < 9 * round_up(p.seqlen_q, tile.block_m);
+}
+
+// For default calls with a block mask. The last one of several adds waits for all others.
+bool lists_come_one_by_one(const AttentionProblem& p, const Tile& tile, int64_t seen, int64_t workers) {
+  const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
+  // Lists that do not go in reverse order come to a dq tile together: documents took up to 1.85 times as long. The last
+  // group, up to three waves, is never reversed.
+  if (!is_gqa(p)) return work_tiles >= 8 * workers;
+  // Reversed lists of grouped heads need more of L2: documents of 1024 tokens took 1.1 times as long.
+  if (is_sparse(p, tile)) return work_tiles >= 4 * workers && seen <= 512;
+  // Other lists of grouped heads are not reversed, and long. Measured with 4 query heads per KV head.
+  return p.heads / p.heads_kv >= 4;
+}
 
 // Saves the dq postprocess, but an iteration takes 1 to 2 % longer. It pays in short query loops, and in narrow
 // windows, whose fp32 dq would leave L2 before the postprocess.
@@ -45,13 +59,7 @@ bool last_add_writes_dq(const AttentionProblem& p, const Tile& tile, int64_t wor
   // A block mask counts whole tiles: up to block_m + block_n more than a causal mask or a window with the same pairs.
   const int64_t rounded_up = p.has_block_mask ? tile.block_m + tile.block_n : 0;
   const int64_t seen = queries_seen(p) - rounded_up, group = p.heads / p.heads_kv;
-  if (p.has_block_mask && !p.deterministic) {
-    // Lists that do not go in reverse order come to a dq tile together, and the last one waits for all others:
-    // documents took up to 1.85 times as long. The last group, up to three waves, is never reversed. With GQA, groups
-    // of reversed heads take more of L2 than others; documents of 1024 tokens took 1.1 times as long.
-    const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
-    if (is_gqa(p) ? is_sparse(p) && seen > 512 : work_tiles < 8 * workers) return false;
-  }
+  if (p.has_block_mask && !p.deterministic && !lists_come_one_by_one(p, tile, seen, workers)) return false;
   if (tile.head_dim == 128 && is_window(p) && (is_gqa(p) || is_narrow(p, tile))) return true;
   if (is_narrow(p, tile)) return seen <= (is_gqa(p) ? 768 : 2048);
   return is_gqa(p) ? seen * group <= 4096 : seen <= (p.deterministic ? 2048 : 1024);
@@ -124,7 +132,7 @@ int32_t choose_heads_per_group(const AttentionProblem& p, const Tile& tile, int6
   if (s.reversed) {
     // Above head dimension 128 long work tiles of a group run beside short ones of the next; small groups stay in L2.
     if (tile.head_dim > 128) group = std::min(group, heads_in(2));
-    if (is_gqa(p)) group = std::max<int64_t>(group, 4);
+    if (is_gqa(p)) group = std::max<int64_t>(group, 4);  // so that other work lies between lists of a head
     while (all % group != 0) --group;
     return static_cast<int32_t>(group);
   }
@@ -199,7 +207,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
   // At head dimension 128 the kernel with heads outermost always counts adds, except for packed inputs.
   const bool counts = s.last_add_writes_dq || (s.heads_outermost && by_heads_counts_adds(tile) && !p.varlen);
   s.dq_order = p.deterministic ? DqOrder::kOrdered : counts ? DqOrder::kFirstAndLast : DqOrder::kUnordered;
-  s.reversed = s.counts_adds() && (is_gqa(p) ? is_sparse(p) : is_causal(p) || p.has_block_mask);
+  s.reversed = s.counts_adds() && (is_gqa(p) ? is_sparse(p, tile) : is_causal(p) || p.has_block_mask);
   if (!is_large(tile) && !p.has_block_mask) choose_gqa(p, tile, sm_count, &s);
   s.tiles_per_head = s.mirrored_pairs ? static_cast<int32_t>(ceil_div(s.key_blocks, 2)) : s.key_blocks;
 
@@ -228,6 +236,7 @@ Schedule choose_schedule(const AttentionProblem& p, const Tile& tile, int64_t sm
 std::string in_words(const Schedule& s, const Tile& tile) {
   std::string words = s.mirrored_pairs ? "mirrored pairs of key blocks" : "key blocks";
   if (has(tile, feature::kBlockMask)) words += ", query loops of a block mask";
+  if (s.reversed && has(tile, feature::kBlockMask)) words += ", the shortest lists first";
   words += s.dispatch == Dispatch::kStatic ? ", static scheduler in waves" : ", dynamic scheduler";
   if (tile.batch_entries > 1) words += " of two batch entries that share a bias";
   if (tile.by_queries) words += ", half of the queries per warpgroup";

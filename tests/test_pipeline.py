@@ -30,15 +30,15 @@ LARGE = {
     "trained score_mod to 256": replace(PAIR_256, features=True, sends_scores=True),
 }
 MAIN = {
-    "32": Main(stages=4, dout_stages=3, by_queries=True, ds_buffers=1),
-    "32, short loops": Main(),
-    "64": Main(orders_scores=True, early_iterations=2),
+    "32": Main(stages=4, dout_stages=3, by_queries=True, ds_buffers=1, shared_buffer=True),
+    "32, short loops": Main(shared_buffer=True),
+    "64": Main(orders_scores=True, early_iterations=2, shared_buffer=True),
     "96": Main(early_dv=True, early_iterations=2),
     "128": Main(early_dv=True, orders_scores=True, early_iterations=2),
     "128, not early": Main(early_dv=True, orders_scores=True),
 }
 BIAS = {
-    "32, two batch entries": Main(batch_entries=2),
+    "32, two batch entries": Main(batch_entries=2, shared_buffer=True),
     "64, bias": MAIN["64"],
     "128, bias": MAIN["128"],
 }

@@ -30,6 +30,7 @@ class Config:
     finishes: bool = False  # the last add does write dq
     first_and_last: bool = False  # adds between the first and the last have no order
     tma_dkdv: bool = False  # dk and dv pass through the buffers of dq
+    shared_buffer: bool = False  # side by side, in one of them
     early_iterations: int = 0  # before its last one, the loader wants the next work tile
     poisoned: bool = False  # the consumers zero rows of every tile
     ds_buffers: int = 2
@@ -37,6 +38,14 @@ class Config:
     orders_bias: bool = False  # all work tiles add to the gradient of a bias, in the order of their numbers
     bias_published_late: bool = False  # fault: a consumer publishes its adds after it has waited for the next ones
     zeros_after_signal: bool = False  # fault: a consumer waits for q, and zeroes it, after its wait for S
+
+
+class DqPhases:
+    """The parities of the buffers of dq that a consumer waits for next."""
+
+    def __init__(self) -> None:
+        self.empty = [0] * ADDERS
+        self.sums = [0] * ADDERS
 
 
 class MainLoopCta(Cta):
@@ -53,7 +62,7 @@ class MainLoopCta(Cta):
         self.scores = [NamedBarrier(2) for _ in range(CONSUMERS)]
         self.ds = [[NamedBarrier(2) for _ in range(CONSUMERS)] for _ in range(2)]
         self.dq_full = [NamedBarrier(3) for _ in range(ADDERS)]
-        self.dq_empty = [[NamedBarrier(2) for _ in range(CONSUMERS)] for _ in range(ADDERS)]
+        self.dq_empty = ring(ADDERS, 1)
         self.ds_readers: list[set[int]] = [set() for _ in range(c.ds_buffers)]
         self.ds_written: set[tuple[int, int]] = set()  # (iteration, consumer)
         self.last_adds: set[int] = set()  # the iterations whose add writes dq
@@ -126,21 +135,25 @@ class MainLoopCta(Cta):
                 if not self.config.last_writes_dq and self.grid.adds_before is None:
                     yield from self.begin_add(add, work, query_block)
                 yield self.busy, 0
-            if self.config.tma_dkdv:
-                for entry in range(self.config.batch_entries):
-                    self.offer(buffer)
-                    if entry == 0:
-                        self.finish_add(add)
-                    yield from self.dq_full[buffer].sync(me)
-            else:
-                self.finish_add(add)
+            stores_dkdv = any(index % ADDERS == buffer for index in self.dkdv_indices(work))
+            if stores_dkdv:
+                self.offer(buffer)
+            self.finish_add(add)
+            if stores_dkdv:
+                yield from self.dq_full[buffer].sync(me)
 
         return self.for_each_work_tile(store)
 
+    def dkdv_indices(self, work: WorkTile) -> range:
+        """The iterations that dk and dv of a work tile count for, in the buffers of dq."""
+        end = work.first_index + len(work.queries)
+        passes = self.config.batch_entries * (1 if self.config.shared_buffer else 2) if self.config.tma_dkdv else 0
+        assert passes <= ADDERS, "each store warp has at most one"
+        return range(end, end + passes)
+
     def offer(self, buffer: int) -> None:
         """A store warp offers its buffer of dq to both consumers."""
-        for barrier in self.dq_empty[buffer]:
-            barrier.arrive("store warp")
+        self.dq_empty[buffer].arrive()
 
     def is_last(self, work: WorkTile, query_block: int) -> bool:
         assert self.grid.adds_before is not None
@@ -174,16 +187,16 @@ class MainLoopCta(Cta):
     def consume(self, me: int) -> Role:
         if me == 0:
             self.signal_scores(me)
-        phases = [0] * ADDERS
+        phases = DqPhases()
 
         def body(work: WorkTile) -> Role:
             if work.queries:
                 yield from self.compute(work, me, phases)
-            yield from self.store(work, me)
+            yield from self.store(work, me, phases)
 
         return self.for_each_work_tile(body)
 
-    def compute(self, work: WorkTile, me: int, phases: list[int]) -> Role:
+    def compute(self, work: WorkTile, me: int, phases: DqPhases) -> Role:
         yield self.k_full, work.keys_phase
         yield self.v_full, work.keys_phase
         yield from self.zero_rows(me)
@@ -205,12 +218,12 @@ class MainLoopCta(Cta):
                 self.dq_is_done(index, me)
                 self.signal_scores(me)
                 self.release(index)
-                yield from self.write_dq(index, me)
+                yield from self.write_dq(index, me, phases)
             else:
                 self.signal_scores(me)
                 yield from self.wait_buffer(index, me, phases)
                 self.dq_is_done(index, me)
-                yield from self.write_dq(index, me)
+                yield from self.write_dq(index, me, phases)
                 self.release(index)
             yield from self.score_gradients(index + 1, me)
         self.v_empty.arrive()
@@ -220,7 +233,7 @@ class MainLoopCta(Cta):
         self.dq_is_done(last, me)
         self.release(last)
         self.k_empty.arrive()
-        yield from self.write_dq(last, me)
+        yield from self.write_dq(last, me, phases)
 
     def zero_rows(self, me: int) -> Role:
         if self.config.poisoned:
@@ -277,18 +290,22 @@ class MainLoopCta(Cta):
     def dq_is_done(self, index: int, me: int) -> None:
         self.ds_readers[index % self.config.ds_buffers].discard(me)
 
-    def wait_buffer(self, index: int, me: int, phases: list[int]) -> Role:
+    def wait_buffer(self, index: int, me: int, phases: DqPhases) -> Role:
         if self.config.last_writes_dq:
             buffer = index % ADDERS
-            yield from self.dq_empty[buffer][me].sync(me)
-            is_last = self.sums_full[buffer].is_complete(phases[buffer])
-            phases[buffer] ^= is_last
+            yield from self.wait_empty(buffer, phases)
+            is_last = self.sums_full[buffer].is_complete(phases.sums[buffer])
+            phases.sums[buffer] ^= is_last
             assert is_last == (index in self.last_adds), "a consumer mistakes whether its add is the last"
 
-    def write_dq(self, index: int, me: int) -> Role:
+    def wait_empty(self, buffer: int, phases: DqPhases) -> Role:
+        yield self.dq_empty[buffer], phases.empty[buffer]
+        phases.empty[buffer] ^= 1
+
+    def write_dq(self, index: int, me: int, phases: DqPhases) -> Role:
         buffer = index % ADDERS
         if not self.config.last_writes_dq:
-            yield from self.dq_empty[buffer][me].sync(me)
+            yield from self.wait_empty(buffer, phases)
         yield self.busy, 0
         self.dq_full[buffer].arrive(me)
 
@@ -296,15 +313,15 @@ class MainLoopCta(Cta):
         self.dout_empty[index % self.config.dout_stages].arrive()
         self.q_empty[index % self.config.stages].arrive()
 
-    def store(self, work: WorkTile, me: int) -> Role:
+    def store(self, work: WorkTile, me: int, phases: DqPhases) -> Role:
         """The epilogue: dk and dv."""
         if self.config.by_queries:
             yield from self.consumers.sync(me)
             yield from self.consumers.sync(me)
         end = work.first_index + len(work.queries)
         if self.config.tma_dkdv:
-            for index in (end, end + 1) * self.config.batch_entries:
-                yield from self.dq_empty[index % ADDERS][me].sync(me)
+            for index in self.dkdv_indices(work):
+                yield from self.wait_empty(index % ADDERS, phases)
                 self.dq_full[index % ADDERS].arrive(me)
         elif self.config.by_queries:
             yield from self.consumers.sync(me)

@@ -10,6 +10,23 @@
 
 namespace flashbwd::sm90 {
 
+// The phases of the buffers of dq that a consumer thread waits for next. Each warp waits for itself: a named barrier
+// for the store warp and all warps of a warpgroup would also make them wait for one another.
+struct DqPhases {
+  uint32_t bits = 0;  // bit `buffer` of dq_empty, bit kDqAdders + `buffer` of sums_full
+
+  __device__ __forceinline__ void wait_empty(uint64_t (&dq_empty)[kDqAdders], int32_t buffer) {
+    mbarrier_wait(&dq_empty[buffer], bits >> buffer & 1);
+    bits ^= 1u << buffer;
+  }
+  // True if the buffer holds the sums of earlier adds.
+  __device__ __forceinline__ bool test_sums(uint64_t (&sums_full)[kDqAdders], int32_t buffer) {
+    const bool full = mbarrier_test(&sums_full[buffer], bits >> (kDqAdders + buffer) & 1);
+    bits ^= static_cast<uint32_t>(full) << (kDqAdders + buffer);
+    return full;
+  }
+};
+
 // The consumers' half. `c` is the consumer warpgroup (Mainloop).
 template <typename Traits>
 struct DqBuffer {
@@ -19,10 +36,8 @@ struct DqBuffer {
   static __device__ __forceinline__ bool wait_buffer(const Consumer& c, int32_t index) {
     if constexpr (!Traits::kLastWritesDq) return false;
     const int32_t buffer = index % kDqAdders;
-    named_barrier_sync(kDqEmptyBarrier + 2 * buffer + c.warpgroup, kDqEmptyThreads);
-    const bool is_last = mbarrier_test(&c.smem.sums_full[buffer], c.last_add_phases >> buffer & 1);
-    c.last_add_phases ^= static_cast<uint32_t>(is_last) << buffer;
-    return is_last;
+    c.dq_phases.wait_empty(c.smem.dq_empty, buffer);
+    return c.dq_phases.test_sums(c.smem.sums_full, buffer);
   }
 
   // Writes dq to the buffer of this iteration when the store warp has released it.
@@ -30,8 +45,9 @@ struct DqBuffer {
   static __device__ __forceinline__ void write(const Consumer& c, float (&dq)[kValues], int32_t index, bool is_last) {
     fence_registers(dq);
     const int32_t buffer = index % kDqAdders;
-    if constexpr (!Traits::kLastWritesDq) {
-      named_barrier_sync(kDqEmptyBarrier + 2 * buffer + c.warpgroup, kDqEmptyThreads);
+    if constexpr (!Traits::kLastWritesDq) c.dq_phases.wait_empty(c.smem.dq_empty, buffer);
+    if constexpr (Traits::kMeetsAtDq) {
+      named_barrier_sync(kWarpgroupBarrier + c.warpgroup, kWarpgroupThreads);
     }
     if (Traits::kLastWritesDq && is_last) {
       finish(c, dq, c.smem.dq[buffer][c.warpgroup]);
@@ -67,6 +83,9 @@ struct StoreWarps {
   using Iterator = std::conditional_t<WorkTile::kListed && Traits::kLastWritesDq, SmallListIterator<WorkTile>,
                                       typename WorkTile::Iterator>;
   static constexpr int kBlockM = Traits::kBlockM;
+  // Iterations that dv and dk of a work tile count for: at most one per store warp.
+  static constexpr int kPasses = Traits::kBatchEntries * (Traits::kGradientsShareBuffer ? 1 : 2);
+  static_assert(kPasses <= kDqAdders, "each store warp has at most one");
 
   // Store warp kBuffer handles the iterations with index % kDqAdders == kBuffer, in dq buffer kBuffer.
   template <int kBuffer>
@@ -118,7 +137,7 @@ struct StoreWarps {
       if constexpr (Traits::kLastWritesDq) {
         writes_dq = offer_in_order<kBuffer>(params, smem, work, it, lane);
       } else {
-        offer_buffer<kBuffer>(lane);
+        offer_buffer<kBuffer>(smem, lane);
         if (lane == 0) {
           next_add<Traits>(params, add, work, 0, it.head(), it.query_block(), listed_entry(it));
           // Counted adds may wait for the adds before them while dq is not ready yet.
@@ -143,31 +162,32 @@ struct StoreWarps {
       }
       __syncwarp();
     }
-    if (!work.tma_dkdv) {
-      if (lane == 0) finish_add(params, add);
-      return;
-    }
-    // dv and dk pass through the buffers of dq, as two more iterations per batch entry.
-    offer_buffer<kBuffer>(lane);
+    // dv and dk pass through the buffers of dq, as if they were dq of one or two more iterations.
+    const int pass = past_index(work, it) % kDqAdders == kBuffer ? 0 : 1;
+    const bool stores_dkdv = work.tma_dkdv && pass < kPasses;
+    if (stores_dkdv) offer_buffer<kBuffer>(smem, lane);
     if (lane == 0) finish_add(params, add);
-    store_dkdv<kBuffer>(params, smem, work, it, lane, 0);
-    if constexpr (Traits::kBatchEntries > 1) {
-      offer_buffer<kBuffer>(lane);
-      store_dkdv<kBuffer>(params, smem, work, it, lane, 1);
-    }
+    if (stores_dkdv) store_dkdv<kBuffer>(params, smem, work, lane, pass);
   }
 
-  // Stores dv or dk of a batch entry when the consumers have written it to the buffer.
+  // Stores what the consumers pass in the buffer: dv and dk of batch entry `pass` of the work tile, or one of the two.
   template <int kBuffer>
   static __device__ __forceinline__ void store_dkdv(const KernelParams& params, SharedStorage& smem,
-                                                    const WorkTile& work, const Iterator& it, int32_t lane, int entry) {
+                                                    const WorkTile& work, int32_t lane, int pass) {
     named_barrier_sync(kDqFullBarrier + kBuffer, kDqFullThreads);
     if (lane == 0) {
       fence_async_shared();
-      const CUtensorMap* const map = past_index(work, it) % kDqAdders == kBuffer ? &params.maps.dv : &params.maps.dk;
       if (assume_single_lane()) {
-        store_dkdv(map, smem.dq[kBuffer][0], params, work, 0, entry);
-        store_dkdv(map, smem.dq[kBuffer][1], params, work, 64, entry);
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const float (*const boxes)[64 * 32] = smem.dq[kBuffer][part];
+          if constexpr (Traits::kGradientsShareBuffer) {
+            store_part(&params.maps.dv, boxes[0], params, work, part, pass);
+            store_part(&params.maps.dk, boxes[1], params, work, part, pass);
+          } else {
+            store_part(pass == 0 ? &params.maps.dv : &params.maps.dk, boxes[0], params, work, part, 0);
+          }
+        }
         bulk_commit();
       }
     }
@@ -176,13 +196,12 @@ struct StoreWarps {
 
   // Called by a store warp: offers its buffer to the consumers when TMA has read what was in it.
   template <int kBuffer>
-  static __device__ __forceinline__ void offer_buffer(int32_t lane) {
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
-#pragma unroll
-    for (int warpgroup = 0; warpgroup < kConsumerWarpgroups; ++warpgroup) {
-      named_barrier_arrive(kDqEmptyBarrier + 2 * kBuffer + warpgroup, kDqEmptyThreads);
+  static __device__ __forceinline__ void offer_buffer(SharedStorage& smem, int32_t lane) {
+    if (lane == 0) {
+      bulk_wait_read<0>();
+      mbarrier_arrive(&smem.dq_empty[kBuffer]);
     }
+    __syncwarp();
   }
 
   // Like offer_buffer, for counted adds: returns when the adds before this one are complete. Returns true if this is
@@ -197,7 +216,7 @@ struct StoreWarps {
       count_adds_before<Traits>(params, work, it.query_block(), next, listed_entry(it));
     }
     if (!__any_sync(0xffffffffu, next.is_last)) {
-      offer_buffer<kBuffer>(lane);
+      offer_buffer<kBuffer>(smem, lane);
       if (lane == 0) {
         finish_add(params, add);
         if (next.semaphore >= 0) await_adds_before(params, next);
@@ -220,7 +239,7 @@ struct StoreWarps {
     mbarrier_wait(&smem.sums_full[kBuffer], last_adds % 2);
     __syncwarp();
     if (lane == 0) ++last_adds;
-    offer_buffer<kBuffer>(lane);
+    offer_buffer<kBuffer>(smem, lane);
     drop_sums(params, work, it, lane);
     return true;
   }
@@ -261,16 +280,18 @@ struct StoreWarps {
     }
   }
 
-  static __device__ __forceinline__ void store_dkdv(const CUtensorMap* map, const float (*atoms)[64 * 32],
-                                                    const KernelParams& params, const WorkTile& work, int32_t part_row,
-                                                    int32_t entry) {
-    const int32_t row = work.first_key + part_row;
+  // `part`: of the key block, 64 keys.
+  static __device__ __forceinline__ void store_part(const CUtensorMap* map, const float* atoms,
+                                                    const KernelParams& params, const WorkTile& work, int part,
+                                                    int entry) {
+    const int32_t row = work.first_key + part * 64;
     if (row >= work.sequence.rows_k) return;
     const bool packed = params.attention.cu_seqlens_k != nullptr;
 #pragma unroll
     for (int atom = 0; atom < Traits::kGradientAtoms; ++atom) {
-      tensor_store_4d(map, atoms[atom], atom * kAtomColumns, static_cast<int32_t>(work.sequence.begin_k) + row,
-                      work.gradient_head, packed ? 0 : work.batch + entry);
+      tensor_store_4d(map, atoms + atom * 64 * 32, atom * kAtomColumns,
+                      static_cast<int32_t>(work.sequence.begin_k) + row, work.gradient_head,
+                      packed ? 0 : work.batch + entry);
     }
   }
 

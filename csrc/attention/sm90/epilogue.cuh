@@ -63,7 +63,8 @@ struct Epilogue {
   static constexpr int kHeadDim = Traits::kHeadDim;
 
   static __device__ void store(const KernelParams& params, typename Traits::SharedStorage& smem, const WorkTile& work,
-                               int32_t warpgroup, float (&dk)[kHeadDim / 2], float (&dv)[kHeadDim / 2], int32_t entry) {
+                               int32_t warpgroup, DqPhases& dq_phases, float (&dk)[kHeadDim / 2],
+                               float (&dv)[kHeadDim / 2], int32_t entry) {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 2; ++i) dk[i] *= params.gradient_scale;
     if constexpr (Traits::kDrops) {
@@ -71,8 +72,8 @@ struct Epilogue {
       for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.features.dropout_scale;
     }
     if (work.tma_dkdv) {
-      pass_to_store_warp(smem, warpgroup, work.first_index + work.iterations, dv);
-      pass_to_store_warp(smem, warpgroup, work.first_index + work.iterations + 1, dk);
+      const int32_t passes_before = Traits::kGradientsShareBuffer ? entry : 0;  // two per entry leave the same buffer
+      pass_to_store_warps(smem, warpgroup, dq_phases, work.first_index + work.iterations + passes_before, dv, dk);
       return;
     }
     if (Traits::kBatchEntries > 1 && work.batch + entry >= params.attention.batch) return;
@@ -126,15 +127,24 @@ struct Epilogue {
   }
 
  private:
-  // Passes a gradient to the store warp in a buffer of dq, as if it were dq of one more iteration.
-  static __device__ __forceinline__ void pass_to_store_warp(typename Traits::SharedStorage& smem, int32_t warpgroup,
-                                                            int32_t index, const float (&values)[kHeadDim / 2]) {
-    static_assert(sizeof(smem.dq[0][0]) >= Traits::kGradientAtoms * 64 * kAtomRowBytes,
-                  "a gradient fits in the dq boxes of a warpgroup");
-    const int32_t buffer = index % kDqAdders;
-    named_barrier_sync(kDqEmptyBarrier + 2 * buffer + warpgroup, kDqEmptyThreads);
-    stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(
-        reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup]), values);
+  // Passes dv and dk to the store warps in buffers of dq, as if they were dq of one or two more iterations.
+  static __device__ __forceinline__ void pass_to_store_warps(typename Traits::SharedStorage& smem, int32_t warpgroup,
+                                                             DqPhases& dq_phases, int32_t index,
+                                                             const float (&dv)[kHeadDim / 2],
+                                                             const float (&dk)[kHeadDim / 2]) {
+    const auto stage = [&](int32_t buffer, int box, const float (&values)[kHeadDim / 2]) {
+      stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(
+          reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup][box]), values);
+    };
+    int32_t buffer = index % kDqAdders;
+    dq_phases.wait_empty(smem.dq_empty, buffer);
+    stage(buffer, 0, dv);
+    if constexpr (!Traits::kGradientsShareBuffer) {
+      named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
+      buffer ^= 1;
+      dq_phases.wait_empty(smem.dq_empty, buffer);
+    }
+    stage(buffer, Traits::kGradientsShareBuffer ? 1 : 0, dk);
     named_barrier_arrive(kDqFullBarrier + buffer, kDqFullThreads);
   }
 };

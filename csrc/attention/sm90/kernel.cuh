@@ -56,19 +56,19 @@ __device__ __forceinline__ void backward(const KernelParams& params) {
     grow_registers<kConsumerRegisters>();
     const auto consume = [&](auto dq_columns) {
       using Mainloop = sm90::Mainloop<Traits, decltype(dq_columns)::value>;
-      uint32_t last_add_phases = 0;
+      DqPhases dq_phases;
       if (warpgroup == 1) Mainloop::signal_scores(0);  // consumer 1 may pass its first wait_scores
       for_each_work_tile(smem, [&](const typename Traits::WorkTile& work) {
         float dk[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};
         float dv[Traits::kMmaTiles][Traits::kHeadDim / 2] = {};
         if (work.iterations > 0) {
-          Mainloop{params, smem, work, warpgroup - 1, last_add_phases}.compute(dk, dv);
+          Mainloop{params, smem, work, warpgroup - 1, dq_phases}.compute(dk, dv);
         }
         // Key blocks that no query sees still store zero dk and dv.
         if constexpr (Traits::kByQueries) Epilogue<Traits>::add_queries(smem, warpgroup - 1, dk, dv);
 #pragma unroll
         for (int entry = 0; entry < Traits::kBatchEntries; ++entry) {
-          Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dk[entry], dv[entry], entry);
+          Epilogue<Traits>::store(params, smem, work, warpgroup - 1, dq_phases, dk[entry], dv[entry], entry);
         }
       });
     };

@@ -15,13 +15,11 @@ enum NamedBarrier : uint32_t {
   kConsumersBarrier = 1,  // all consumers: a tile is scrubbed, or halves of the queries exchange their sums
   kWarpgroupBarrier = 2,  // + warpgroup: its 128 threads
   kDqFullBarrier = 4,     // + buffer: all consumers arrive, its store warp waits
-  kDqEmptyBarrier = 6,    // + 2 * buffer + warpgroup: the store warp arrives, a warpgroup waits
-  kDsBarrier = 10,        // + 2 * buffer + warpgroup: the other warpgroup arrives, this one waits for its dS
-  kScoresBarrier = 14,    // + warpgroup: the other warpgroup arrives, this one waits until that has issued its S
+  kDsBarrier = 6,         // + 2 * buffer + warpgroup: the other warpgroup arrives, this one waits for its dS
+  kScoresBarrier = 10,    // + warpgroup: the other warpgroup arrives, this one waits until that has issued its S
 };
 
 constexpr int kDqFullThreads = kConsumerThreads + 32;
-constexpr int kDqEmptyThreads = kWarpgroupThreads + 32;
 
 // kByHeads: see QueryIterator. kLastWritesDq_: adds are counted, and if the schedule says so, the last one writes dq.
 template <typename T_, int kTileIndex, bool kByHeads, bool kLastWritesDq_>
@@ -41,6 +39,9 @@ struct Traits {
   // Warpgroup 1 issues S of an iteration first, and warpgroup 0 after it; with 64 queries also after dQ of warpgroup 1.
   // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
+  // The warps of a warpgroup meet before they write dq: with kByQueries because the dQ of all must have read the only
+  // dS buffer, at head dimension 128 because the loop is 1 to 2 % faster.
+  static constexpr bool kMeetsAtDq = kTile.by_queries || kHeadDim == 128;
   static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
   static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
   static constexpr bool kBias = copies_bias(kTile);
@@ -97,6 +98,10 @@ struct Traits {
   static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
   static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");
 
+  // dv and dk of a warpgroup leave side by side in the buffer of dq that is free. Larger ones fill a buffer each, and
+  // the second waits until TMA has read the last dq.
+  static constexpr bool kGradientsShareBuffer = kGradientAtoms == 1;
+
   static constexpr int kEarlyIterations = early_iterations(kTile);
 
   static constexpr bool kLastWritesDq = kLastWritesDq_;
@@ -119,6 +124,7 @@ struct Traits {
     uint64_t work_empty[2];         // every thread of the consumers and of the store warps arrives, and the loader
     uint32_t last_adds[kDqAdders];  // of each store warp so far: those that write dq
     uint64_t sums_full[kDqAdders];  // store warps arrive with bytes: sums for the last add
+    uint64_t dq_empty[kDqAdders];   // store warps arrive
     uint64_t work_wanted;           // the loader arrives: the next work tile may be taken
     uint64_t k_full, v_full;        // producer arrives with bytes
     uint64_t k_empty, v_empty;      // every consumer warp arrives
@@ -137,6 +143,7 @@ struct Traits {
     mbarrier_init(&smem.v_empty, kConsumerThreads / 32);
     mbarrier_init(&smem.work_wanted, 1);
     for (uint64_t& barrier : smem.sums_full) mbarrier_init(&barrier, 1);
+    for (uint64_t& barrier : smem.dq_empty) mbarrier_init(&barrier, 1);
     for (uint32_t& count : smem.last_adds) count = 0;
     init_ring(smem.work_full, 1, smem.work_empty, kConsumerThreads + kDqAdders * 32 + 1);
     init_ring(smem.q_full, 1, smem.q_empty, kConsumerThreads);

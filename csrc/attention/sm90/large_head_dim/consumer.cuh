@@ -51,15 +51,16 @@ struct Consumer {
   // Read from shared memory each time, because registers are few.
   __device__ __forceinline__ bool is_last() const { return it.index + 1 == work.first_index + work.iterations; }
 
-  // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them.
-  // With a block mask, tensors are dense, and TMA loads zeros past their end.
-  __device__ bool is_poisoned(int32_t valid, int32_t rows) const {
-    return !Traits::kBlockMask && params.rows_may_be_poisoned && valid < rows;
-  }
+  // True if rows of this tile belong to no sequence, and must be zeroed before a product reads them. seqlen_k and
+  // seqlen_q come from shared memory, so the parameter is tested first.
+  __device__ bool has_poisoned_keys() const { return may_be_poisoned() && valid_keys() < Traits::kBlockN; }
+  __device__ bool has_poisoned_queries() const { return may_be_poisoned() && valid_queries() < kBlockM; }
   // The first key of this thread within the tile of this CTA.
   __device__ __forceinline__ int32_t first_own_key() const { return warp * 16 + lane / 4; }
   __device__ int32_t valid_keys() const { return max(work.visibility.seqlen_k - work.first_key, 0); }
   __device__ int32_t valid_queries() const { return work.visibility.seqlen_q - it.query_block() * kBlockM; }
+  // With a block mask, tensors are dense, and TMA loads zeros past their end.
+  __device__ bool may_be_poisoned() const { return !Traits::kBlockMask && params.rows_may_be_poisoned; }
 
   // Block masks: a bit for each score of this thread (BitMask). The loader writes the entry of a stage before it loads
   // q. A tile of bits has the words of both CTAs, as tile_mask.cuh orders them.
@@ -73,7 +74,7 @@ struct Consumer {
   __device__ __forceinline__ void wait_dout() {
     const int32_t stage = DoutRing::stage(it.index);
     mbarrier_wait(&smem.dout_full[stage], DoutRing::phase(it.index));
-    if (is_poisoned(valid_queries(), kBlockM)) {
+    if (has_poisoned_queries()) {
       zero_invalid_rows<Traits::kAtomsV, Traits::kQueryAtomBytes, 2 * kWarpgroupThreads>(
           smem.dout[stage], valid_queries(), kScrubBarrier);
     }

@@ -30,10 +30,11 @@ struct Probabilities : Consumer<Traits> {
   // dv: (kBlockN, kHeadDimV). The loop body starts and ends where no product is outstanding, because ptxas cannot
   // follow an accumulator that the loop reads across its back edge.
   __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
+    bool is_last;               // read before P is stored: behind the stores, the answer would come late
     uint32_t p16[kBlockM / 4];  // first operand of dv
     uint32_t k_operand[kOperandRegisters];
     mbarrier_wait(&smem.k_full, work.keys_phase);
-    if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
+    if (this->has_poisoned_keys()) {
       zero_invalid_rows<Traits::kAtoms, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.k, this->valid_keys(),
                                                                                   kProbabilityBarrier);
     }
@@ -44,10 +45,11 @@ struct Probabilities : Consumer<Traits> {
       uint32_t dropped = kMaskUnderS ? draw() : 0;
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
+      is_last = this->is_last();
       probabilities(s, p16, dropped);
     }
 #pragma unroll 1
-    while (!this->is_last()) {
+    while (!is_last) {
       const int32_t stage = DoutRing::stage(it.index);
       float s[kBlockM / 2];
       this->wait_dout();
@@ -59,6 +61,7 @@ struct Probabilities : Consumer<Traits> {
       arrive_warp(&smem.dout_empty[stage], lane);
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
+      is_last = this->is_last();
       probabilities(s, p16, dropped);
     }
     arrive_warp(&smem.k_empty, lane);
@@ -74,7 +77,7 @@ struct Probabilities : Consumer<Traits> {
   __device__ __forceinline__ void issue_s(float (&s)[kBlockM / 2], uint32_t (&k_operand)[kOperandRegisters]) {
     const int32_t stage = QueryRing::stage(it.index);
     mbarrier_wait(&smem.q_full[stage], QueryRing::phase(it.index));
-    if (this->is_poisoned(this->valid_queries(), kBlockM)) {
+    if (this->has_poisoned_queries()) {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kWarpgroupThreads>(
           smem.q[stage], this->valid_queries(), kProbabilityBarrier);
     }
@@ -157,7 +160,7 @@ struct ScoreGradients : Consumer<Traits> {
     uint32_t ds16[kBlockM / 4];  // first operand of dk
     uint32_t v_operand[kOperandRegisters];
     mbarrier_wait(&smem.v_full, work.keys_phase);
-    if (this->is_poisoned(this->valid_keys(), Traits::kBlockN)) {
+    if (this->has_poisoned_keys()) {
       zero_invalid_rows<Traits::kAtomsV, Traits::kKeyAtomBytes, kWarpgroupThreads>(smem.v, this->valid_keys(),
                                                                                    kScoreGradientBarrier);
     }

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kit import large_head_dim, main_loop
 from kit.barriers import run
 from kit.cta import Grid
+from kit.main_loop import CONSUMER_WARPS
 
 Large, Main = large_head_dim.Config, main_loop.Config
 ALONE = Large(stages=2, dout_stages=2, ds_buffers=2, dq_buffers=2, ctas=1, atoms=2, features=True)
@@ -30,12 +31,12 @@ LARGE = {
     "trained score_mod to 256": replace(PAIR_256, features=True, sends_scores=True),
 }
 MAIN = {
-    "32": Main(stages=4, dout_stages=3, by_queries=True, ds_buffers=1, shared_buffer=True),
+    "32": Main(stages=4, dout_stages=3, by_queries=True, meets_at_dq=True, ds_buffers=1, shared_buffer=True),
     "32, short loops": Main(shared_buffer=True),
     "64": Main(orders_scores=True, early_iterations=2, shared_buffer=True),
     "96": Main(early_dv=True, early_iterations=2),
-    "128": Main(early_dv=True, orders_scores=True, early_iterations=2),
-    "128, not early": Main(early_dv=True, orders_scores=True),
+    "128": Main(early_dv=True, orders_scores=True, early_iterations=2, meets_at_dq=True),
+    "128, not early": Main(early_dv=True, orders_scores=True, meets_at_dq=True),
 }
 BIAS = {
     "32, two batch entries": Main(batch_entries=2, shared_buffer=True),
@@ -150,7 +151,7 @@ def test_ctas_that_share_a_bias_end_and_add_completely(
     check_adds(grid)
     for (block, _), numbers in grid.bias_adds.items():
         assert numbers == [n for n, tile in enumerate(tiles) if block in tile]
-    assert not orders_bias or len(grid.bias_adds) == 2 * len({block for tile in tiles for block in tile})
+    assert not orders_bias or len(grid.bias_adds) == CONSUMER_WARPS * len({block for tile in tiles for block in tile})
 
 
 @pytest.mark.parametrize("name", LAST_WRITES)
@@ -240,6 +241,14 @@ def test_the_simulation_finds_the_deadlock_of_consumers_that_zero_rows_after_the
 def test_the_simulation_finds_a_product_that_still_reads_an_overwritten_ds(name: str) -> None:
     """With one buffer of dS that both consumers write, a product of the iteration before still reads it."""
     faulty = replace(MAIN[name], ds_buffers=1, by_queries=False)
+    with pytest.raises(AssertionError, match="a product still reads dS"):
+        for seed in range(100):
+            ends(faulty, Grid([(0, 1, 2, 3)]), random.Random(seed))
+
+
+def test_the_simulation_finds_warps_that_do_not_meet_before_they_write_the_only_ds() -> None:
+    """A warp that is ahead writes dS of the next iteration while the product of the other warp reads it."""
+    faulty = replace(MAIN["32"], meets_at_dq=False)
     with pytest.raises(AssertionError, match="a product still reads dS"):
         for seed in range(100):
             ends(faulty, Grid([(0, 1, 2, 3)]), random.Random(seed))

@@ -43,8 +43,9 @@ class Grid:
     semaphores: dict[tuple[int, int], Semaphore] = field(default_factory=dict)
     adds: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # the work tiles that have added
     stores: list[tuple[int, int]] = field(default_factory=list)  # the dq tiles that were stored instead
-    bias_semaphores: dict[tuple[int, int], Semaphore] = field(default_factory=dict)  # by query block and consumer
-    bias_adds: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    # By query block and warp (warpgroup, number).
+    bias_semaphores: dict[tuple[int, tuple[int, int]], Semaphore] = field(default_factory=dict)
+    bias_adds: dict[tuple[int, tuple[int, int]], list[int]] = field(default_factory=dict)
 
     def take(self, cluster: int, taken: int) -> int:
         if self.static:

@@ -2,7 +2,8 @@
 
 Each role is a function with the waits and arrivals of its counterpart in ``csrc/attention/sm90/`` (``producer.cuh``,
 ``mainloop.cuh``, ``dq_accumulate.cuh``, ``epilogue.cuh``), in the same order. One arrival stands for those of all
-threads of a role. The simulation also checks that no role overwrites dS that a product still reads.
+threads of a role. Two of the four warps of a consumer warpgroup are roles of their own, because they may drift apart.
+The simulation also checks that no warp overwrites dS that a product still reads.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kit.barriers import AtLeast, Barrier, NamedBarrier, Role, Semaphore, Wait
 from kit.cta import ADDERS, Add, Cta, Grid, WorkTile, ring, stage
 
-CONSUMERS = 2
+CONSUMERS = 2  # warpgroups
+WARPS = 2  # of a consumer warpgroup
+CONSUMER_WARPS = CONSUMERS * WARPS
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Config:
     early_dv: bool = False
     orders_scores: bool = False
     by_queries: bool = False
+    meets_at_dq: bool = False  # the warps of a warpgroup meet before they write dq
     last_writes_dq: bool = False  # the kernel whose last add can write dq
     finishes: bool = False  # the last add does write dq
     first_and_last: bool = False  # adds between the first and the last have no order
@@ -40,6 +45,13 @@ class Config:
     zeros_after_signal: bool = False  # fault: a consumer waits for q, and zeroes it, after its wait for S
 
 
+class Warp(NamedTuple):
+    """A warp of the consumers."""
+
+    warpgroup: int
+    number: int
+
+
 class DqPhases:
     """The parities of the buffers of dq that a consumer waits for next."""
 
@@ -52,25 +64,28 @@ class MainLoopCta(Cta):
     """The barriers and roles of a CTA."""
 
     def __init__(self, config: Config, grid: Grid, cluster: int) -> None:
-        super().__init__(grid, cluster, 0, readers=CONSUMERS + ADDERS + 1)
+        super().__init__(grid, cluster, 0, readers=CONSUMER_WARPS + ADDERS + 1)
         self.config = c = config
-        self.k_full, self.v_full, self.k_empty, self.v_empty = Barrier(), Barrier(), Barrier(2), Barrier(2)
-        self.q_full, self.q_empty = ring(c.stages, 1), ring(c.stages, 2)
-        self.dout_full, self.dout_empty = ring(c.dout_stages, 1), ring(c.dout_stages, 2)
+        self.k_full, self.v_full = Barrier(), Barrier()
+        self.k_empty, self.v_empty = Barrier(CONSUMER_WARPS), Barrier(CONSUMER_WARPS)
+        self.q_full, self.q_empty = ring(c.stages, 1), ring(c.stages, CONSUMER_WARPS)
+        self.dout_full, self.dout_empty = ring(c.dout_stages, 1), ring(c.dout_stages, CONSUMER_WARPS)
         self.sums_full = ring(ADDERS, 1)
-        self.consumers = NamedBarrier(2)
-        self.scores = [NamedBarrier(2) for _ in range(CONSUMERS)]
-        self.ds = [[NamedBarrier(2) for _ in range(CONSUMERS)] for _ in range(2)]
-        self.dq_full = [NamedBarrier(3) for _ in range(ADDERS)]
+        self.consumers = NamedBarrier(CONSUMER_WARPS)
+        self.warpgroups = [NamedBarrier(WARPS) for _ in range(CONSUMERS)]
+        self.scores = [NamedBarrier(CONSUMER_WARPS) for _ in range(CONSUMERS)]
+        self.ds = [[NamedBarrier(CONSUMER_WARPS) for _ in range(CONSUMERS)] for _ in range(2)]
+        self.dq_full = [NamedBarrier(CONSUMER_WARPS + 1) for _ in range(ADDERS)]
         self.dq_empty = ring(ADDERS, 1)
-        self.ds_readers: list[set[int]] = [set() for _ in range(c.ds_buffers)]
-        self.ds_written: set[tuple[int, int]] = set()  # (iteration, consumer)
+        self.warps = [Warp(warpgroup, number) for warpgroup in range(CONSUMERS) for number in range(WARPS)]
+        self.ds_readers: list[set[Warp]] = [set() for _ in range(c.ds_buffers)]
+        self.ds_written: set[tuple[int, Warp]] = set()  # with the iteration
         self.last_adds: set[int] = set()  # the iterations whose add writes dq
-        self.late_bias: list[Semaphore | None] = [None] * CONSUMERS  # of a planted fault
+        self.late_bias: dict[Warp, Semaphore] = {}  # of a planted fault
 
     def roles(self) -> list[Role]:
         stores = [self.store_dq(buffer) for buffer in range(ADDERS)]
-        return [self.schedule_tiles(), self.load_tiles(), *stores, *(self.consume(i) for i in range(CONSUMERS))]
+        return [self.schedule_tiles(), self.load_tiles(), *stores, *(self.consume(warp) for warp in self.warps)]
 
     # ---- the producer warpgroup ----
 
@@ -184,8 +199,8 @@ class MainLoopCta(Cta):
 
     # ---- the consumer warpgroups ----
 
-    def consume(self, me: int) -> Role:
-        if me == 0:
+    def consume(self, me: Warp) -> Role:
+        if me.warpgroup == 0:
             self.signal_scores(me)
         phases = DqPhases()
 
@@ -196,7 +211,7 @@ class MainLoopCta(Cta):
 
         return self.for_each_work_tile(body)
 
-    def compute(self, work: WorkTile, me: int, phases: DqPhases) -> Role:
+    def compute(self, work: WorkTile, me: Warp, phases: DqPhases) -> Role:
         yield self.k_full, work.keys_phase
         yield self.v_full, work.keys_phase
         yield from self.zero_rows(me)
@@ -210,7 +225,7 @@ class MainLoopCta(Cta):
             if not self.config.zeros_after_signal:
                 yield from self.wait_q(index + 1, me)
             if self.config.orders_scores:
-                yield from self.scores[me].sync(me)
+                yield from self.scores[me.warpgroup].sync(me)
             if self.config.zeros_after_signal:
                 yield from self.wait_q(index + 1, me)
             if self.config.early_dv:
@@ -235,50 +250,61 @@ class MainLoopCta(Cta):
         self.k_empty.arrive()
         yield from self.write_dq(last, me, phases)
 
-    def zero_rows(self, me: int) -> Role:
+    def zero_rows(self, me: Warp) -> Role:
         if self.config.poisoned:
             yield from self.consumers.sync(me)
 
-    def wait_q(self, index: int, me: int) -> Role:
+    def wait_q(self, index: int, me: Warp) -> Role:
         slot, phase = stage(index, self.config.stages)
         yield self.q_full[slot], phase
         yield from self.zero_rows(me)
 
-    def signal_scores(self, me: int) -> None:
+    def signal_scores(self, me: Warp) -> None:
         if self.config.orders_scores:
-            self.scores[me ^ 1].arrive(me)
+            self.scores[me.warpgroup ^ 1].arrive(me)
 
-    def score_gradients(self, index: int, me: int) -> Role:
+    def score_gradients(self, index: int, me: Warp) -> Role:
         slot, phase = stage(index, self.config.dout_stages)
         yield self.dout_full[slot], phase
         yield from self.zero_rows(me)
         yield self.busy, 0
         readers = self.ds_readers[index % self.config.ds_buffers]
-        assert not (readers & {me} if self.config.by_queries else readers), "a product still reads dS"
+        assert not any(self.share_ds(warp, me) for warp in readers), "a product still reads dS"
         self.ds_written.add((index, me))
         if not self.config.by_queries:
             self.signal_ds(index, me)
 
-    def signal_ds(self, index: int, me: int) -> None:
-        self.ds[index % 2][me ^ 1].arrive(me)
+    def share_ds(self, one: Warp, other: Warp) -> bool:
+        """With by_queries, a warpgroup reads and writes only its own half of dS."""
+        return one.warpgroup == other.warpgroup or not self.config.by_queries
 
-    def issue_dq(self, index: int, me: int) -> Role:
-        if not self.config.by_queries:
-            yield from self.ds[index % 2][me].sync(me)
-            assert (index, me ^ 1) in self.ds_written, "dQ reads dS before it is written"
+    def signal_ds(self, index: int, me: Warp) -> None:
+        self.ds[index % 2][me.warpgroup ^ 1].arrive(me)
+
+    def meet(self, me: Warp) -> Role:
+        """The warps of a warpgroup wait for one another."""
+        yield from self.warpgroups[me.warpgroup].sync(me)
+
+    def issue_dq(self, index: int, me: Warp) -> Role:
+        if self.config.by_queries:
+            yield from self.meet(me)
+        else:
+            yield from self.ds[index % 2][me.warpgroup].sync(me)
+        written = all((index, warp) in self.ds_written for warp in self.warps if self.share_ds(warp, me))
+        assert written, "dQ reads dS before it is written"
         self.ds_readers[index % self.config.ds_buffers].add(me)
         yield self.busy, 0
 
-    def add_bias(self, work: WorkTile, index: int, me: int) -> Role:
+    def add_bias(self, work: WorkTile, index: int, me: Warp) -> Role:
         """Add dS of an iteration to the gradient of a shared bias, when the work tiles before have added theirs."""
         if not self.config.orders_bias:
             return
         query_block = work.queries[index - work.first_index]
         semaphore = self.grid.bias_semaphores.setdefault((query_block, me), Semaphore())
         before = sum(query_block in queries for queries in self.grid.tiles[: work.number])
-        if self.config.bias_published_late and self.late_bias[me] is not None:
+        if self.config.bias_published_late and me in self.late_bias:
             yield semaphore, before
-            self.late_bias[me].value += 1  # type: ignore[union-attr]
+            self.late_bias[me].value += 1
         yield semaphore, before
         self.grid.bias_adds.setdefault((query_block, me), []).append(work.number)
         yield self.busy, 0
@@ -287,10 +313,10 @@ class MainLoopCta(Cta):
         else:
             semaphore.value += 1
 
-    def dq_is_done(self, index: int, me: int) -> None:
+    def dq_is_done(self, index: int, me: Warp) -> None:
         self.ds_readers[index % self.config.ds_buffers].discard(me)
 
-    def wait_buffer(self, index: int, me: int, phases: DqPhases) -> Role:
+    def wait_buffer(self, index: int, me: Warp, phases: DqPhases) -> Role:
         if self.config.last_writes_dq:
             buffer = index % ADDERS
             yield from self.wait_empty(buffer, phases)
@@ -302,10 +328,12 @@ class MainLoopCta(Cta):
         yield self.dq_empty[buffer], phases.empty[buffer]
         phases.empty[buffer] ^= 1
 
-    def write_dq(self, index: int, me: int, phases: DqPhases) -> Role:
+    def write_dq(self, index: int, me: Warp, phases: DqPhases) -> Role:
         buffer = index % ADDERS
         if not self.config.last_writes_dq:
             yield from self.wait_empty(buffer, phases)
+        if self.config.meets_at_dq:
+            yield from self.meet(me)
         yield self.busy, 0
         self.dq_full[buffer].arrive(me)
 
@@ -313,9 +341,10 @@ class MainLoopCta(Cta):
         self.dout_empty[index % self.config.dout_stages].arrive()
         self.q_empty[index % self.config.stages].arrive()
 
-    def store(self, work: WorkTile, me: int, phases: DqPhases) -> Role:
+    def store(self, work: WorkTile, me: Warp, phases: DqPhases) -> Role:
         """The epilogue: dk and dv."""
         if self.config.by_queries:
+            yield from self.meet(me)
             yield from self.consumers.sync(me)
             yield from self.consumers.sync(me)
         end = work.first_index + len(work.queries)
@@ -328,7 +357,7 @@ class MainLoopCta(Cta):
         else:
             for index in (end, end + 1):
                 self.signal_ds(index, me)
-                yield from self.ds[index % 2][me].sync(me)
+                yield from self.ds[index % 2][me.warpgroup].sync(me)
         if not self.config.tma_dkdv:
             assert not any(self.ds_readers), "a product still reads dS, where dk and dv are staged"
 

@@ -10,17 +10,17 @@
 
 namespace flashbwd::sm90 {
 
-// The phases of the buffers of dq that a consumer thread waits for next. Each warp waits for itself: a named barrier
-// for the store warp and all warps of a warpgroup would also make them wait for one another.
+// The parities that a consumer thread expects next at the barriers of the dq buffers. Each warp waits on its own: a
+// named barrier would also make the warps of a warpgroup wait for one another.
 struct DqPhases {
-  uint32_t bits = 0;  // bit `buffer` of dq_empty, bit kDqAdders + `buffer` of sums_full
+  uint32_t bits = 0;  // bit `buffer`: dq_empty; bit kDqAdders + `buffer`: sums_full
 
   __device__ __forceinline__ void wait_empty(uint64_t (&dq_empty)[kDqAdders], int32_t buffer) {
     mbarrier_wait(&dq_empty[buffer], bits >> buffer & 1);
     bits ^= 1u << buffer;
   }
   // True if the buffer holds the sums of earlier adds.
-  __device__ __forceinline__ bool test_sums(uint64_t (&sums_full)[kDqAdders], int32_t buffer) {
+  __device__ __forceinline__ bool take_sums(uint64_t (&sums_full)[kDqAdders], int32_t buffer) {
     const bool full = mbarrier_test(&sums_full[buffer], bits >> (kDqAdders + buffer) & 1);
     bits ^= static_cast<uint32_t>(full) << (kDqAdders + buffer);
     return full;
@@ -37,7 +37,7 @@ struct DqBuffer {
     if constexpr (!Traits::kLastWritesDq) return false;
     const int32_t buffer = index % kDqAdders;
     c.dq_phases.wait_empty(c.smem.dq_empty, buffer);
-    return c.dq_phases.test_sums(c.smem.sums_full, buffer);
+    return c.dq_phases.take_sums(c.smem.sums_full, buffer);
   }
 
   // Writes dq to the buffer of this iteration when the store warp has released it.
@@ -83,9 +83,9 @@ struct StoreWarps {
   using Iterator = std::conditional_t<WorkTile::kListed && Traits::kLastWritesDq, SmallListIterator<WorkTile>,
                                       typename WorkTile::Iterator>;
   static constexpr int kBlockM = Traits::kBlockM;
-  // Iterations that dv and dk of a work tile count for: at most one per store warp.
+  // Buffers that dv and dk of a work tile fill: at most one per store warp.
   static constexpr int kPasses = Traits::kBatchEntries * (Traits::kGradientsShareBuffer ? 1 : 2);
-  static_assert(kPasses <= kDqAdders, "each store warp has at most one");
+  static_assert(kPasses <= kDqAdders, "a store warp has at most one pass");
 
   // Store warp kBuffer handles the iterations with index % kDqAdders == kBuffer, in dq buffer kBuffer.
   template <int kBuffer>
@@ -170,7 +170,8 @@ struct StoreWarps {
     if (stores_dkdv) store_dkdv<kBuffer>(params, smem, work, lane, pass);
   }
 
-  // Stores what the consumers pass in the buffer: dv and dk of batch entry `pass` of the work tile, or one of the two.
+  // Stores what the consumers have passed in the buffer: dv and dk of batch entry `pass` if they share it, else dv in
+  // pass 0 or dk in pass 1.
   template <int kBuffer>
   static __device__ __forceinline__ void store_dkdv(const KernelParams& params, SharedStorage& smem,
                                                     const WorkTile& work, int32_t lane, int pass) {

@@ -72,8 +72,7 @@ struct Epilogue {
       for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.features.dropout_scale;
     }
     if (work.tma_dkdv) {
-      const int32_t passes_before = Traits::kGradientsShareBuffer ? entry : 0;  // two per entry leave the same buffer
-      pass_to_store_warps(smem, warpgroup, dq_phases, work.first_index + work.iterations + passes_before, dv, dk);
+      pass_to_store_warps(smem, warpgroup, dq_phases, work.first_index + work.iterations + entry, dv, dk);
       return;
     }
     if (Traits::kBatchEntries > 1 && work.batch + entry >= params.attention.batch) return;
@@ -133,6 +132,7 @@ struct Epilogue {
                                                              const float (&dv)[kHeadDim / 2],
                                                              const float (&dk)[kHeadDim / 2]) {
     const auto stage = [&](int32_t buffer, int box, const float (&values)[kHeadDim / 2]) {
+      __syncwarp();  // other lanes wrote dq here; the barriers order that too, but racecheck follows threads
       stage_16bit<T, 64 * kAtomRowBytes, 0, Traits::kGradientAtoms>(
           reinterpret_cast<uint8_t*>(smem.dq[buffer][warpgroup][box]), values);
     };

@@ -107,7 +107,7 @@ struct Mainloop {
       } else {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
-        tile_mask.load(*this);  // comes while dq is written; the other loop has no registers for it
+        tile_mask.load(*this);  // the words come while dq is written; with kEarlyDv no registers are left for them
         const bool is_last = DqBuffer::wait_buffer(*this, index);
         wait_products<2 * kMmaTiles>();  // dQ is complete
         DqBuffer::write(*this, dq, index, is_last);
@@ -244,7 +244,7 @@ struct Mainloop {
     mod.pack_gradients(*this, ds16, dp);
     if constexpr (!kEarlyDv) mod.pack_probabilities(*this, p16, s);
     // The dS buffer is free: both warpgroups waited for the dQ that read it two iterations ago before they arrived at
-    // the last dS barrier. With kByQueries, this warpgroup waited for it before it wrote dq.
+    // the last dS barrier. With kByQueries, the warps of this warpgroup met after the dQ that read it (kMeetsAtDq).
     ScoreMod::store_gradients(*this, ds16);
     fence_async_shared();
     if constexpr (!kByQueries) signal_ds(warpgroup, it.index);
@@ -285,9 +285,7 @@ struct Mainloop {
     mbarrier_wait(&full[stage], Ring::phase(it.index));
     // With a block mask, tensors are dense, and TMA loads zeros past their end.
     if constexpr (Traits::kBlockMask) return;
-    // Tested before seqlen_q is read from shared memory. Beside dropout or a bias, ptxas spills with this branch; at
-    // head dimension 128 it is 1 to 2 % slower in long loops.
-    if (kHeadDim != 128 && !Traits::kDrops && !kBias && !params.rows_may_be_poisoned) return;
+    if (Traits::kTestsPoisonFirst && !params.rows_may_be_poisoned) return;
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
     if (params.rows_may_be_poisoned && valid < kBlockM) {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,

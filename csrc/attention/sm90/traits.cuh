@@ -39,8 +39,8 @@ struct Traits {
   // Warpgroup 1 issues S of an iteration first, and warpgroup 0 after it; with 64 queries also after dQ of warpgroup 1.
   // Faster at head dimensions 64 and 128, slower at 80 and 96.
   static constexpr bool kOrdersScores = kHeadDim == 64 || kHeadDim == 128;
-  // The warps of a warpgroup meet before they write dq: with kByQueries because the dQ of all must have read the only
-  // dS buffer, at head dimension 128 because the loop is 1 to 2 % faster.
+  // The warps of a warpgroup meet before they write dq: with by_queries because the dQ of all must have read the only
+  // dS buffer before a warp overwrites it, at head dimension 128 because the loop is 1 to 2 % faster.
   static constexpr bool kMeetsAtDq = kTile.by_queries || kHeadDim == 128;
   static constexpr bool kEfficientDropout = has(kTile, feature::kEfficientDropout);
   static constexpr bool kDrops = has(kTile, feature::kFlashDropout | feature::kEfficientDropout);
@@ -57,6 +57,9 @@ struct Traits {
   static constexpr bool kKeepsStep = kHeadDim == 128 && !kBias && !kGenerated;
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
+  // The parameter that says whether rows may need zeros is tested before seqlen_q is read from shared memory. Beside
+  // dropout or a bias ptxas would spill, and at head dimension 128 long loops were 2 % slower.
+  static constexpr bool kTestsPoisonFirst = kHeadDim != 128 && !kDrops && !kBias;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
   // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries. Its MMA tiles are 64 keys
@@ -98,9 +101,10 @@ struct Traits {
   static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
   static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");
 
-  // dv and dk of a warpgroup leave side by side in the buffer of dq that is free. Larger ones fill a buffer each, and
-  // the second waits until TMA has read the last dq.
+  // dv and dk of a warpgroup leave side by side in the buffer of dq that the last iteration did not use. Larger ones
+  // fill a buffer each, and dk waits until TMA has read the last dq.
   static constexpr bool kGradientsShareBuffer = kGradientAtoms == 1;
+  static_assert((kGradientsShareBuffer ? 2 : 1) * kGradientAtoms <= 2, "what leaves in a dq buffer fits in its boxes");
 
   static constexpr int kEarlyIterations = early_iterations(kTile);
 
@@ -124,7 +128,7 @@ struct Traits {
     uint64_t work_empty[2];         // every thread of the consumers and of the store warps arrives, and the loader
     uint32_t last_adds[kDqAdders];  // of each store warp so far: those that write dq
     uint64_t sums_full[kDqAdders];  // store warps arrive with bytes: sums for the last add
-    uint64_t dq_empty[kDqAdders];   // store warps arrive
+    uint64_t dq_empty[kDqAdders];   // one lane of the store warp arrives
     uint64_t work_wanted;           // the loader arrives: the next work tile may be taken
     uint64_t k_full, v_full;        // producer arrives with bytes
     uint64_t k_empty, v_empty;      // every consumer warp arrives

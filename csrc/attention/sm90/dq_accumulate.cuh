@@ -281,7 +281,7 @@ struct StoreWarps {
     }
   }
 
-  // `part`: of the key block, 64 keys.
+  // Stores 64 keys of a gradient, the first or the second half of the key block.
   static __device__ __forceinline__ void store_part(const CUtensorMap* map, const float* atoms,
                                                     const KernelParams& params, const WorkTile& work, int part,
                                                     int entry) {

@@ -84,7 +84,7 @@ struct Mainloop {
       Scores s;
       wait_q();
       issue_s(s);
-      if constexpr (!kEarlyDv) tile_mask.load(*this);
+      tile_mask.load(*this);
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
@@ -104,10 +104,11 @@ struct Mainloop {
         signal_scores(warpgroup);
         release(stage, dout_stage);
         DqBuffer::write(*this, dq, index, is_last);
+        tile_mask.load(*this);
       } else {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
-        tile_mask.load(*this);  // the words come while dq is written; with kEarlyDv no registers are left for them
+        tile_mask.load(*this);  // comes while dq is written; with kEarlyDv no register is left for it
         const bool is_last = DqBuffer::wait_buffer(*this, index);
         wait_products<2 * kMmaTiles>();  // dQ is complete
         DqBuffer::write(*this, dq, index, is_last);
@@ -214,11 +215,11 @@ struct Mainloop {
     issue_dq(dq, it.index);
   }
 
-  // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.
+  // From an outstanding S to dS in registers and in shared memory; the tile mask is loaded. No product is outstanding
+  // at exit.
   __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
     const int32_t stage = DoutRing::stage(it.index);
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
-    if constexpr (kEarlyDv) tile_mask.load(*this);
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
     const QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
     const float* const first_delta = &smem.delta[stage][own_query + pair];

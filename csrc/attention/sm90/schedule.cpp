@@ -34,13 +34,14 @@ bool can_write_dq(const AttentionProblem& p) {
   return sees_a_key(v, 0) && sees_a_key(v, static_cast<int32_t>(p.seqlen_q) - 1);
 }
 
-// True for a block mask whose key blocks see less than 0.45 of the query blocks, such as one of documents. Its lists
-// visit one query head after another (flashbwd/flex/kernel_lists.py).
+// True for a sparse block mask, for example one of documents: its key blocks see, on average, less than 0.45 of the
+// query blocks. Its lists visit one query head after another (flashbwd/flex/kernel_lists.py).
 bool is_sparse(const AttentionProblem& p, const Tile& tile) {
   return p.has_block_mask && 20 * queries_seen(p) < 9 * round_up(p.seqlen_q, tile.block_m);
 }
 
-// True if it costs little that the last add to a dq tile waits for all others, in a default call with a block mask.
+// For a call with a block mask that is not deterministic: true if the last add to a dq tile loses little time while it
+// waits for the others.
 bool last_add_waits_little(const AttentionProblem& p, const Tile& tile, int64_t seen, int64_t workers) {
   const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
   // The adds of lists that are not reversed come at the same time: documents took up to 1.85 times as long. The last

@@ -99,7 +99,7 @@ struct BitMask {
     return {smem.listed, work.first_index, work.first_index + work.iterations};
   }
 
-  // The words come while S is computed: ptxas would sink a plain load to their use, behind the wait for S.
+  // Loads early: ptxas would sink a plain load to the use of the words, behind the wait for S.
   template <typename Consumer>
   __device__ __forceinline__ void load(const Consumer& c) {
     const int32_t tile = c.it.entry().bits;

@@ -30,7 +30,7 @@ struct Probabilities : Consumer<Traits> {
   // dv: (kBlockN, kHeadDimV). The loop body starts and ends where no product is outstanding, because ptxas cannot
   // follow an accumulator that the loop reads across its back edge.
   __device__ __forceinline__ void run(float (&dv)[Traits::kHeadDimV / 2]) {
-    bool is_last;               // read before P is stored: behind the stores, the answer would come late
+    bool ends;                  // is_last(), read before P is stored, because a load waits for the stores before it
     uint32_t p16[kBlockM / 4];  // first operand of dv
     uint32_t k_operand[kOperandRegisters];
     mbarrier_wait(&smem.k_full, work.keys_phase);
@@ -45,11 +45,11 @@ struct Probabilities : Consumer<Traits> {
       uint32_t dropped = kMaskUnderS ? draw() : 0;
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
-      is_last = this->is_last();
+      ends = this->is_last();
       probabilities(s, p16, dropped);
     }
 #pragma unroll 1
-    while (!is_last) {
+    while (!ends) {
       const int32_t stage = DoutRing::stage(it.index);
       float s[kBlockM / 2];
       this->wait_dout();
@@ -61,7 +61,7 @@ struct Probabilities : Consumer<Traits> {
       arrive_warp(&smem.dout_empty[stage], lane);
       wait_products<0>();
       if constexpr (!kMaskUnderS) dropped = draw();
-      is_last = this->is_last();
+      ends = this->is_last();
       probabilities(s, p16, dropped);
     }
     arrive_warp(&smem.k_empty, lane);

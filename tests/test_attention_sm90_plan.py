@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from kit.host import dense_problem, device_info, load_host
 
-EDGES_OF_TILES = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256)  # of block masks
+WHOLE_VECTORS = (8, 56, 64, 72, 120, 128, 136, 184, 192, 200, 248, 256)  # around the edges of tiles
 COUNTER_BYTES = 8 * 4  # work tiles taken, and finished adds of 2 * 3 KV heads, padded to 4 words
 H100 = {"usable": True, "cc_major": 9, "cc_minor": 0, "sm_count": 132, "smem_per_block": 227 * 1024}
 
@@ -68,6 +68,8 @@ def reason(host: ModuleType, changed: dict[str, Any] | None = None, **changes: A
         ({"head_dim": 512, "total_k": 1 << 31, "varlen": True}, "too large for one launch"),
         ({"head_dim": 512, "seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
         ({"aligned_16": False}, "multiples of 16 bytes"),
+        ({"has_block_mask": True, "head_dim": 60}, "with a block mask it takes head dimensions that are multiples of 8"),
+        ({"has_block_mask": True, "head_dim_v": 68}, "with a block mask it takes head dimensions that are multiples of 8"),
         ({"batch": 0}, "nothing to launch for an empty batch"),
         ({"seqlen_q": 1 << 31, "batch": 1, "total_q": 1 << 31}, "too large for one launch"),
     ],
@@ -151,9 +153,9 @@ def test_block_masks_above_head_dimension_128_use_clusters(
     assert "by 2 CTAs" in plan.schedule
 
 
-@pytest.mark.parametrize("head_dim_v", [*EDGES_OF_TILES, 257])
-@pytest.mark.parametrize("head_dim", [*EDGES_OF_TILES, 257])
-def test_block_masks_have_a_tile_at_all_head_dimensions_up_to_256(
+@pytest.mark.parametrize("head_dim_v", [*WHOLE_VECTORS, 264])
+@pytest.mark.parametrize("head_dim", [*WHOLE_VECTORS, 264])
+def test_block_masks_have_a_tile_at_all_multiples_of_8_up_to_256(
     host: ModuleType, head_dim: int, head_dim_v: int
 ) -> None:
     queries = 128 if max(head_dim, head_dim_v) <= 64 else 64

@@ -43,6 +43,7 @@ BIAS = {
     "64, bias": MAIN["64"],
     "128, bias": MAIN["128"],
 }
+LISTED = ["64", "128"]  # with kernels for block masks
 LAST_WRITES = ["64", "128", "128, not early"]
 Bands = list[tuple[int, int]]
 BANDS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=6)
@@ -194,6 +195,20 @@ def test_ctas_with_query_blocks_in_any_order_end_and_add_completely(
     check_adds(grid, middle_in_order=not first_and_last)
 
 
+@pytest.mark.parametrize("name", LISTED)
+@settings(max_examples=15)
+@given(BANDS, st.integers(1, 3), st.booleans(), st.booleans(), RANDOM)
+def test_ctas_that_read_bits_from_ds_end_and_find_their_bits(
+    name: str, bands: Bands, ctas: int, ordered: bool, last_writes_dq: bool, rng: random.Random
+) -> None:
+    tiles = tiles_of(bands)
+    last_writes_dq = last_writes_dq and ordered
+    grid = Grid(tiles, ascending(tiles) if ordered else None, ctas)
+    options = {"loads_bits": True, "tma_dkdv": True, "last_writes_dq": last_writes_dq, "finishes": last_writes_dq}
+    assert ends(replace(MAIN[name], **options), grid, rng)
+    check_adds(grid)
+
+
 # ---- planted faults, which show that the simulations can find a deadlock ----
 
 
@@ -250,5 +265,22 @@ def test_the_simulation_finds_warps_that_do_not_meet_before_they_write_the_only_
     """A warp that is ahead writes dS of the next iteration while the product of the other warp reads it."""
     faulty = replace(MAIN["32"], meets_at_dq=False)
     with pytest.raises(AssertionError, match="a product still reads dS"):
+        for seed in range(100):
+            ends(faulty, Grid([(0, 1, 2, 3)]), random.Random(seed))
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_simulation_finds_gradients_that_are_staged_over_bits_of_the_next_work_tile(name: str) -> None:
+    """The loader may be a work tile ahead of consumers that stage dk and dv in dS."""
+    faulty = replace(MAIN[name], loads_bits=True, tma_dkdv=False)
+    with pytest.raises(AssertionError, match="the bits of a warp were overwritten"):
+        for seed in range(100):
+            ends(faulty, Grid([(0, 1, 2, 3)] * 4), random.Random(seed))
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_simulation_finds_bits_that_are_loaded_before_ds_is_free(name: str) -> None:
+    faulty = replace(MAIN[name], loads_bits=True, tma_dkdv=True, bits_before_q=True)
+    with pytest.raises(AssertionError, match=r"where bits are loaded|were overwritten"):
         for seed in range(100):
             ends(faulty, Grid([(0, 1, 2, 3)]), random.Random(seed))

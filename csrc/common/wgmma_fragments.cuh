@@ -14,13 +14,15 @@
 namespace flashbwd {
 
 // lse or delta of a thread's columns, in shared memory. Each four values of an accumulator need one pair. `first`
-// points at the number of the thread's first column. The first kEarly pairs are loaded early, into registers.
+// points at the number of the thread's first column. load_early() reads the first kEarly pairs into registers; without
+// it, kEarly is 0.
 template <int kEarly>
 struct QueryValues {
   const float* first;
   float2 early[kEarly + 1];  // one more, because kEarly may be 0
 
-  __device__ __forceinline__ explicit QueryValues(const float* first) : first(first) {
+  __device__ __forceinline__ explicit QueryValues(const float* first) : first(first) {}
+  __device__ __forceinline__ void load_early() {
 #pragma unroll
     for (int j = 0; j < kEarly; ++j) early[j] = *reinterpret_cast<const float2*>(&first[8 * j]);
   }

@@ -3,7 +3,8 @@
 Each role is a function with the waits and arrivals of its counterpart in ``csrc/attention/sm90/`` (``producer.cuh``,
 ``mainloop.cuh``, ``dq_accumulate.cuh``, ``epilogue.cuh``), in the same order. One arrival stands for those of all
 threads of a role. Two of the four warps of a consumer warpgroup are roles of their own, because they may drift apart.
-The simulation also checks that no warp overwrites dS that a product still reads.
+The simulation also checks that no warp overwrites dS that a product still reads, and that the bits of a block mask,
+which the loader leaves where a warp will write dS, are still there when the warp reads them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class Config:
     early_iterations: int = 0  # before its last one, the loader wants the next work tile
     poisoned: bool = False  # the consumers zero rows of every tile
     ds_buffers: int = 2
+    loads_bits: bool = False  # the loader puts bits of a block mask into the dS buffer of the iteration
     batch_entries: int = 1  # of a work tile, each with dk and dv
     orders_bias: bool = False  # all work tiles add to the gradient of a bias, in the order of their numbers
     bias_published_late: bool = False  # fault: a consumer publishes its adds after it has waited for the next ones
+    bits_before_q: bool = False  # fault: the loader puts them there before the stage of q is empty
     zeros_after_signal: bool = False  # fault: a consumer waits for q, and zeroes it, after its wait for S
 
 
@@ -80,6 +83,7 @@ class MainLoopCta(Cta):
         self.warps = [Warp(warpgroup, number) for warpgroup in range(CONSUMERS) for number in range(WARPS)]
         self.ds_readers: list[set[Warp]] = [set() for _ in range(c.ds_buffers)]
         self.ds_written: set[tuple[int, Warp]] = set()  # with the iteration
+        self.bits: list[dict[Warp, int]] = [{} for _ in range(c.ds_buffers)]  # iterations whose bits are in dS
         self.last_adds: set[int] = set()  # the iterations whose add writes dq
         self.late_bias: dict[Warp, Semaphore] = {}  # of a planted fault
 
@@ -104,6 +108,8 @@ class MainLoopCta(Cta):
             for index, _ in work.iterations():
                 if early > 0 and end - index == min(early, len(work.queries)):
                     self.work_wanted.arrive()
+                if self.config.bits_before_q:
+                    self.load_bits(index)
                 slot, phase = stage(index, self.config.stages)
                 yield self.q_empty[slot], phase ^ 1
                 self.q_full[slot].arrive()
@@ -114,11 +120,19 @@ class MainLoopCta(Cta):
                     self.k_full.arrive()
                 slot, phase = stage(index, self.config.dout_stages)
                 yield self.dout_empty[slot], phase ^ 1
+                if not self.config.bits_before_q:
+                    self.load_bits(index)
                 self.dout_full[slot].arrive()
             if early == 0 or not work.queries:
                 self.work_wanted.arrive()
 
         return self.for_each_work_tile(load)
+
+    def load_bits(self, index: int) -> None:
+        if self.config.loads_bits:
+            buffer = index % self.config.ds_buffers
+            assert not self.ds_readers[buffer], "a product still reads dS, where bits are loaded"
+            self.bits[buffer] = dict.fromkeys(self.warps, index)
 
     def store_dq(self, buffer: int) -> Role:
         me = "store warp"
@@ -268,7 +282,10 @@ class MainLoopCta(Cta):
         yield self.dout_full[slot], phase
         yield from self.zero_rows(me)
         yield self.busy, 0
-        readers = self.ds_readers[index % self.config.ds_buffers]
+        buffer = index % self.config.ds_buffers
+        if self.config.loads_bits:
+            assert self.bits[buffer].pop(me, None) == index, "the bits of a warp were overwritten"
+        readers = self.ds_readers[buffer]
         assert not any(self.share_ds(warp, me) for warp in readers), "a product still reads dS"
         self.ds_written.add((index, me))
         if not self.config.by_queries:
@@ -360,6 +377,8 @@ class MainLoopCta(Cta):
                 yield from self.ds[index % 2][me.warpgroup].sync(me)
         if not self.config.tma_dkdv:
             assert not any(self.ds_readers), "a product still reads dS, where dk and dv are staged"
+            for bits in self.bits:
+                bits.pop(me, None)
 
 
 def main_loop_roles(config: Config, grid: Grid) -> list[Role]:

@@ -89,6 +89,7 @@ bool encode_maps(const AttentionPlan& plan, KernelParams* params) {
                          32, 64);
   params->tma_dkdv = !is_large(tile) && params->dk.dtype == p.dtype && params->dv.dtype == p.dtype &&
                      params->dk.vectors && params->dv.vectors;
+  if (p.block_mask.lists != nullptr && !is_large(tile)) done = done && params->tma_dkdv;  // nothing else stores them
   if (params->tma_dkdv) {
     done = done && encode_heads(&maps.dk, p.dtype, p.dk, fallback, p.head_dim, of_k, 64) &&
            encode_heads(&maps.dv, p.dtype, p.dv, fallback, p.head_dim_v, of_k, 64);

@@ -84,7 +84,6 @@ struct Mainloop {
       Scores s;
       wait_q();
       issue_s(s);
-      tile_mask.load(*this);
       score_gradients(s, p16, ds16, dv);
     }
 #pragma unroll 1
@@ -104,11 +103,9 @@ struct Mainloop {
         signal_scores(warpgroup);
         release(stage, dout_stage);
         DqBuffer::write(*this, dq, index, is_last);
-        tile_mask.load(*this);
       } else {
         signal_scores(warpgroup);
         issue_dk(ds16, dk, stage);
-        tile_mask.load(*this);  // comes while dq is written; with kEarlyDv no register is left for it
         const bool is_last = DqBuffer::wait_buffer(*this, index);
         wait_products<2 * kMmaTiles>();  // dQ is complete
         DqBuffer::write(*this, dq, index, is_last);
@@ -215,14 +212,15 @@ struct Mainloop {
     issue_dq(dq, it.index);
   }
 
-  // From an outstanding S to dS in registers and in shared memory; the tile mask is loaded. No product is outstanding
-  // at exit.
+  // From an outstanding S to dS in registers and in shared memory. No product is outstanding at exit.
   __device__ __forceinline__ void score_gradients(Scores& s, Operand& p16, Operand& ds16, KeyAccumulators& dv) {
     const int32_t stage = DoutRing::stage(it.index);
     Scores dp;  // delta - dP^T or dP^T, then dS^T: (64 keys, kBlockM)
     wait_queries<DoutRing>(smem.dout_full, smem.dout);
-    const QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
+    QueryValues<Traits::kEarlyLse> lse(&smem.lse_log2[QueryRing::stage(it.index)][own_query + pair]);
+    lse.load_early();
     const float* const first_delta = &smem.delta[stage][own_query + pair];
+    tile_mask.find(*this);
     ScoreMod mod(*this);
     if constexpr (ScoreMod::kDeltaFirst) {
       for_each_query<0, kBlockM / 2>(QueryValues<0>(first_delta), [&](int i, float row) { dp[0][i] = row; });
@@ -231,9 +229,11 @@ struct Mainloop {
     wait_products<0>();
     fence_parts(s);
     issue_dp(dp, smem_address(smem.dout[stage]));
+    QueryValues<Traits::kEarlyDelta> delta(first_delta);
+    if constexpr (!kEarlyDv) delta.load_early();  // before the branch of a mask, over which ptxas moves no load
     mod.probabilities(*this, s, p16, lse);
-    const QueryValues<Traits::kEarlyDelta> delta(first_delta);
     if constexpr (kEarlyDv) {
+      delta.load_early();  // dropout needs it; no register was left before
       mod.pack_probabilities(*this, p16, s);
       issue_dv(p16, dv, stage);
       wait_products<kMmaTiles>();
@@ -285,8 +285,7 @@ struct Mainloop {
     const int32_t stage = Ring::stage(it.index);
     mbarrier_wait(&full[stage], Ring::phase(it.index));
     // With a block mask, tensors are dense, and TMA loads zeros past their end.
-    if constexpr (Traits::kBlockMask) return;
-    if (Traits::kTestsPoisonFirst && !params.rows_may_be_poisoned) return;
+    if (Traits::kTestsPoisonFirst && (Traits::kBlockMask || !params.rows_may_be_poisoned)) return;
     const int32_t valid = work.visibility.seqlen_q - it.query_block() * kBlockM;
     if (params.rows_may_be_poisoned && valid < kBlockM) {
       zero_invalid_rows<Traits::kAtoms, Traits::kQueryAtomBytes, kConsumerThreads, kRowBytes>(tiles[stage], valid,

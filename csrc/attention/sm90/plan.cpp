@@ -89,6 +89,9 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_block_mask) {
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
+    if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) {
+      return "with a block mask it takes head dimensions that are multiples of 8, because TMA stores dk and dv";
+    }
   }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {

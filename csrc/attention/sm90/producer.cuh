@@ -18,6 +18,8 @@ struct Producer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kBatchEntries = Traits::kBatchEntries;
+  // Block masks: bits go where the consumers will write dS.
+  static constexpr bool kLoadsBits = WorkTile::kListed && !is_large(Traits::kTile);
   static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) / kBatchEntries : 0;
 
   // One thread. It takes the next work tile when the loader has finished the current one, or kEarlyIterations before,
@@ -111,9 +113,22 @@ struct Producer {
       mbarrier_wait(&smem.dout_empty[dout_stage], DoutRing::phase(it.index) ^ 1);
       load_tile<Traits::kAtomsV, Traits::kQueryAtomBytes, kBatchEntries>(
           &params.maps.dout, &smem.dout_full[dout_stage], smem.dout[dout_stage], query_row, head, batch_q,
-          kBatchEntries * Traits::kRowValueBytes);
+          kBatchEntries * Traits::kRowValueBytes + bytes_of_bits(it));
       load_row_values(params, work, smem.delta[dout_stage], params.lse_delta.delta + first_row,
                       &smem.dout_full[dout_stage]);
+      if constexpr (kLoadsBits) {
+        TileMask<Traits>::load(params.attention.block_mask.bits, it.entry.bits, smem.ds[stage][0],
+                               &smem.dout_full[dout_stage]);
+      }
+    }
+  }
+
+  // With the bits of a block mask, which are needed as late as dout.
+  static __device__ __forceinline__ uint32_t bytes_of_bits(const Iterator& it) {
+    if constexpr (kLoadsBits) {
+      return TileMask<Traits>::bytes(it.entry.bits);
+    } else {
+      return 0;
     }
   }
 

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../../common/ordered.cuh"
+#include "../../common/hopper.cuh"
 #include "../../common/wgmma_fragments.cuh"
 #include "../index/query_iterator.h"
 #include "../index/tile_visibility.h"
@@ -31,7 +31,6 @@ __device__ __forceinline__ void mask(Values& values, const TileVisibility& tile,
 template <typename Traits>
 struct BandMask {
   using Iterator = QueryIterator;
-  static constexpr int kWords = 0;
 
   BlockRange interior;  // a copy, because every iteration needs it and shared memory would answer too late
 
@@ -44,8 +43,7 @@ struct BandMask {
   }
 
   template <typename Consumer>
-  __device__ __forceinline__ void load(const Consumer&) {}
-  __device__ __forceinline__ const uint32_t* words() const { return nullptr; }
+  __device__ __forceinline__ void find(const Consumer&) {}
 
   // Zeroes what is invisible: scores, or packed pairs of them.
   template <typename Consumer, typename Values>
@@ -83,13 +81,27 @@ __device__ __forceinline__ bool bit_of_value(const uint32_t* words, int i) {
   return words[bit / 32] >> bit % 32 & 1;
 }
 
-// The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible.
+// The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible. The
+// loader leaves the bits of each warp where the warp will write dS of the same iteration.
 template <typename Traits>
 struct BitMask {
   using Iterator = ListedIterator<Traits::kStages>;
   static constexpr int kWords = Traits::kBlockM / 64;
+  static constexpr int kWarps = kConsumerThreads / 32;
+  static constexpr uint32_t kWarpBytes = 32 * kWords * sizeof(uint32_t);
+  static constexpr uint32_t kDsBytes = 16 * kAtomRowBytes;  // from the dS of a warp, with 16 keys, to that of the next
 
-  uint32_t visible[kWords];
+  // Of a thread.
+  struct Bits {
+    uint32_t words[kWords];
+    __device__ __forceinline__ bool operator[](int value) const { return bit_of_value<32 * kWords>(words, value); }
+    // Those of the thread's first key if half is 0, and of its second one if half is 1.
+    __device__ __forceinline__ uint32_t of_key(int half) const {
+      return kWords == 2 ? words[half] : words[0] >> 16 * half;
+    }
+  };
+
+  int32_t tile = -1;  // of this iteration
 
   template <typename WorkTile>
   __device__ explicit BitMask(const WorkTile&) {}
@@ -99,25 +111,47 @@ struct BitMask {
     return {smem.listed, work.first_index, work.first_index + work.iterations};
   }
 
-  // Loads early: ptxas would sink a plain load to the use of the words, behind the wait for S.
-  template <typename Consumer>
-  __device__ __forceinline__ void load(const Consumer& c) {
-    const int32_t tile = c.it.entry().bits;
-    const int64_t word = (int64_t{tile} * kConsumerThreads + read_thread() - kWarpgroupThreads) * kWords;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      visible[i] = tile >= 0 ? load_relaxed(c.params.attention.block_mask.bits + word + i) : ~0u;
+  // Called by the loader. `tile`: of bits, or -1. `ds`: the dS buffer of the iteration. `barrier` expects the bytes.
+  static __device__ __forceinline__ uint32_t bytes(int32_t tile) { return tile >= 0 ? kWarps * kWarpBytes : 0; }
+  static __device__ __forceinline__ void load(const int32_t* bits, int32_t tile, uint8_t* ds, uint64_t* barrier) {
+    if (tile < 0) return;
+    bits += int64_t{tile} * kConsumerThreads * kWords;
+#pragma unroll 1
+    for (int warp = 0; warp < kWarps; ++warp) {
+      bulk_load(ds + warp * kDsBytes, bits + warp * 32 * kWords, kWarpBytes, barrier);
     }
   }
-  __device__ __forceinline__ const uint32_t* words() const { return visible; }
 
-  // The policies that pack scores early have used words().
+  // Called before the wait for S: shared memory answers while S is computed.
+  template <typename Consumer>
+  __device__ __forceinline__ void find(const Consumer& c) {
+    tile = c.it.entry().bits;
+  }
+
+  // The bits of this thread. The warp has not written dS yet.
+  template <typename Consumer>
+  __device__ __forceinline__ Bits bits(const Consumer& c) const {
+    Bits bits;
+    const uint32_t* const words = own_words(c);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) bits.words[i] = tile >= 0 ? words[i] : ~0u;
+    return bits;
+  }
+
+  // Zeroes what is invisible: scores, or packed pairs of them.
   template <typename Consumer, typename Values>
-  __device__ __forceinline__ void apply(const Consumer&, Values& values) const {
-    if constexpr (std::is_same_v<Values, typename Consumer::Scores>) {
-      if ((visible[0] & visible[kWords - 1]) == ~0u) return;
-      keep_visible(values[0], [&](int half) { return kWords == 2 ? visible[half] : visible[0] >> 16 * half; });
-    }
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values) const {
+    if (__builtin_expect(tile < 0, true)) return;
+    const Bits visible = *reinterpret_cast<const Bits*>(own_words(c));
+    keep_visible(values[0], [&](int half) { return visible.of_key(half); });
+  }
+
+ private:
+  template <typename Consumer>
+  static __device__ __forceinline__ const uint32_t* own_words(const Consumer& c) {
+    const int32_t thread = read_thread() - kWarpgroupThreads;
+    const uint8_t* const ds = c.smem.ds[c.it.index % Traits::kDsBuffers][0] + thread / 32 * kDsBytes;
+    return reinterpret_cast<const uint32_t*>(ds) + thread % 32 * kWords;
   }
 };
 

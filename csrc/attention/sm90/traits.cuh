@@ -47,9 +47,11 @@ struct Traits {
   static constexpr bool kBias = copies_bias(kTile);
   static constexpr bool kBlockMask = has(kTile, feature::kBlockMask);
   static constexpr bool kGenerated = has(kTile, feature::kGenerated);
-  // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower,
-  // except with a block mask at head dimension 128: ptxas puts later reads behind dP, where they wait for its operands.
-  static constexpr int kEarlyLse = kGenerated || kColumns > 64 ? 2 : kHeadDim != 128 ? 4 : kBlockMask ? 8 : 6;
+  static constexpr bool kPlainScores = has_plain_scores(kTile);
+  // Pairs of lse that a thread reads before it waits for S, and pairs of delta before dP: 1 % faster. More are slower.
+  static constexpr int kEarlyLse = kGenerated || kColumns > 64                        ? 2
+                                   : kHeadDim == 128 && !(kBlockMask && kPlainScores) ? 6
+                                                                                      : 4;
   static constexpr int kEarlyDelta = 2;
   // Groups of 16 columns of k and v, first operands of S and dP, that a warpgroup keeps in registers: as many as fit
   // without a spill. They are worth 3 % at head dimensions 80 to 128, and less than 1 % at 64. Beside a bias or a
@@ -58,8 +60,10 @@ struct Traits {
   static constexpr int kKeySteps = kHeadDim == 80 || kHeadDim == 96 ? kHeadDim / 16 : kKeepsStep ? 1 : 0;
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   // The parameter that says whether rows may need zeros is tested before seqlen_q is read from shared memory. Beside
-  // dropout or a bias ptxas would spill, and at head dimension 128 long loops were 2 % slower.
-  static constexpr bool kTestsPoisonFirst = kHeadDim != 128 && !kDrops && !kBias;
+  // dropout or a bias ptxas would spill. Long loops at head dimension 128 are 2 % faster with the delay of the read,
+  // with a block mask too, which needs no zeros. It is not known why.
+  static constexpr bool kDelayHelps = kHeadDim == 128 && kPlainScores && !kLastWritesDq_;
+  static constexpr bool kTestsPoisonFirst = !kDelayHelps && !kDrops && !kBias;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");
   static_assert(kHeadDim % 16 == 0 && kBlockM % 64 == 0, "products take whole steps, tiles of queries whole atoms");
   // A warpgroup has 64 keys and all queries of an iteration, or all keys and 64 queries. Its MMA tiles are 64 keys
@@ -99,7 +103,9 @@ struct Traits {
   static constexpr int kTileKeys = kBatchEntries > 1 ? 0 : 64;
 
   static_assert(kGradientAtoms <= kDsBuffers * kBlockM / 64, "the dS buffers are too small to stage dk");
-  static_assert(!kBias || kStages == kDsBuffers, "the stage of q is also the dS buffer of its bias");
+  static_assert(!(kBias || kBlockMask) || kStages == kDsBuffers,
+                "the stage of q is also the dS buffer of its bias or of the bits of its mask");
+  static_assert(!(kBlockMask && kByQueries), "the dS of a warp are 16 keys");
 
   // dv and dk of a warpgroup leave side by side in the buffer of dq that the last iteration did not use. Larger ones
   // fill a buffer each, and dk waits until TMA has read the last dq.
@@ -118,7 +124,7 @@ struct Traits {
     uint8_t v[kBatchEntries * kKeyBytes];                    // (kBlockN, kHeadDim)
     uint8_t q[kStages][kBatchEntries * kQueryBytes];         // (kBlockM, kHeadDim)
     uint8_t dout[kDoutStages][kBatchEntries * kQueryBytes];  // (kBlockM, kHeadDim)
-    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias of the same iteration
+    uint8_t ds[kDsBuffers][kDsAtoms][kDsAtomBytes];          // before dS, the bias or bits of the same iteration
     float dq[kDqAdders][kConsumerWarpgroups][2][64 * 32];    // 64 x 64 per warpgroup, two boxes of 32 columns
     alignas(128) float lse_log2[kStages][kColumns];
     alignas(128) float delta[kDoutStages][kColumns];

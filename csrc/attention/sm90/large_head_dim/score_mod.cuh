@@ -33,9 +33,8 @@ __device__ __forceinline__ void rotate(Value (&values)[kValues], const Value (&a
 
 // The function for a group of values from `first` on, which it numbers from 0. `visible`: their bits.
 template <typename Traits, typename Consumer>
-__device__ __forceinline__ GeneratedFunction<Traits> function_of_group(const Consumer& c, int first,
-                                                                       const uint32_t& visible) {
-  GeneratedFunction<Traits> function(c, &visible);
+__device__ __forceinline__ GeneratedFunction<Traits> function_of_group(const Consumer& c, int first, uint32_t visible) {
+  GeneratedFunction<Traits> function(c, {visible});
   function.first_query += 2 * first;
   return function;
 }
@@ -52,8 +51,7 @@ __device__ __forceinline__ void modified_probabilities(const Consumer& c, uint32
     [[maybe_unused]] typename Traits::Mod::Sums unused;
 #pragma unroll 1
     for (int first = 0; first < kValues; first += kGroup<Traits>) {
-      const uint32_t group_visible = visible >> first / 2;
-      const auto function = function_of_group<Traits>(c, first, group_visible);
+      const auto function = function_of_group<Traits>(c, first, visible >> first / 2);
       const QueryValues<0> lse(lse_log2 + 2 * first);
       uint32_t group16[kGroup<Traits> / 2];
 #pragma unroll
@@ -74,7 +72,7 @@ __device__ __forceinline__ void modified_probabilities(const Consumer& c, uint32
     }
   } else {
     constexpr int kHalf = kValues / 2;  // P and S do not fit in the registers
-    const auto function = score_function<Traits>(c, &visible);
+    const auto function = score_function<Traits, 1>(c, &visible);
     function.template exponentiate<0, kHalf, T>(s, p16, QueryValues<0>(lse_log2));
     send<0, kHalf>(s, exchange);
     function.template exponentiate<kHalf, kValues, T>(s, p16, QueryValues<0>(lse_log2));
@@ -91,8 +89,7 @@ __device__ __forceinline__ void modified_gradients(const Consumer& c, float (&dp
   typename Traits::Mod::Sums sums;
 #pragma unroll 1
   for (int first = 0; first < kValues; first += kGroup<Traits>) {
-    const uint32_t group_visible = visible >> first / 2;
-    const auto function = function_of_group<Traits>(c, first, group_visible);
+    const auto function = function_of_group<Traits>(c, first, visible >> first / 2);
     const QueryValues<0> lse(lse_log2 + 2 * first), deltas(delta + 2 * first);
     float ds[kGroup<Traits>];
 #pragma unroll

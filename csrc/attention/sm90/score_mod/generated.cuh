@@ -16,21 +16,21 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 struct GeneratedFunction {
   using Mod = typename Traits::Mod;
+  using Bits = typename TileMask<Traits>::Bits;
 
   const GeneratedParams& p;
   int32_t batch, head, first_query, first_key;
-  const uint32_t* words;  // of the thread's bits (BitMask)
+  Bits visible;
 
   template <typename Consumer>
-  __device__ __forceinline__ GeneratedFunction(const Consumer& c, const uint32_t* words)
+  __device__ __forceinline__ GeneratedFunction(const Consumer& c, const Bits& visible)
       : p(static_cast<const GeneratedParams&>(c.params)),
         batch(c.work.batch),
         head(c.it.head()),
         first_query(c.it.query_block() * Traits::kBlockM + c.pair),
         first_key(c.work.first_key + c.first_own_key()),
-        words(words) {}
+        visible(visible) {}
 
-  __device__ __forceinline__ bool visible(int v) const { return bit_of_value<Traits::kBlockM / 2>(words, v); }
   __device__ __forceinline__ int32_t query(int v) const {
     return at_most(first_query + v / 4 * 8 + v % 2, p.attention.seqlen_q - 1);
   }
@@ -41,7 +41,7 @@ struct GeneratedFunction {
   // `product`: of q and k. lse_log2: of the query, in units of log2.
   __device__ __forceinline__ float probability(int v, float product, float lse_log2) const {
     const float score = Mod::score_mod(p, product * p.attention.softmax_scale, batch, head, query(v), key(v));
-    return visible(v) ? exp2_approximate(score * kLog2E - lse_log2) : 0.f;
+    return visible[v] ? exp2_approximate(score * kLog2E - lse_log2) : 0.f;
   }
 
   // The gradient of softmax_scale * product, for a gradient `ds` of the modified score. If that is 0, as for a hidden
@@ -71,7 +71,7 @@ struct GeneratedScores : PlainScores<Traits> {
   GeneratedFunction<Traits> function;
 
   template <typename Consumer>
-  __device__ __forceinline__ explicit GeneratedScores(const Consumer& c) : Base(c), function(c, c.tile_mask.words()) {}
+  __device__ __forceinline__ explicit GeneratedScores(const Consumer& c) : Base(c), function(c, c.tile_mask.bits(c)) {}
 
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer&, Scores& s, Operand& p16, const Lse& lse) {

@@ -6,8 +6,9 @@
 
 namespace flashbwd::sm90 {
 
-// The function from scores to probabilities for a thread in one iteration. kBitWords: words of bits of a block mask.
-template <int kBitWords>
+// The function from scores to probabilities for a thread in one iteration. With kBitWords, words of bits say which
+// scores are visible, and the others become 0.
+template <int kBitWords = 0>
 class ScoreFunction {
  public:
   // A softcap, slope or bias of 0 means none. distance: of the thread's first query from its first key.
@@ -77,12 +78,10 @@ class ScoreFunction {
   uint32_t visible_[kBitWords + 1];                        // one more, because kBitWords may be 0
 };
 
-// The function of a consumer warpgroup's thread in this iteration. `words`: of its bits.
-template <typename Traits>
-using ScoreFunctionOf = ScoreFunction<TileMask<Traits>::kWords>;
-
-template <typename Traits, typename Consumer>
-__device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer& c, const uint32_t* words) {
+// The function of a consumer warpgroup's thread in this iteration.
+template <typename Traits, int kBitWords = 0, typename Consumer>
+__device__ __forceinline__ ScoreFunction<kBitWords> score_function(const Consumer& c,
+                                                                   const uint32_t* visible = nullptr) {
   const AttentionBackwardParams& p = c.params.attention;
   const int32_t head = c.it.head(), key = c.work.first_key + c.first_own_key();
   float slope = 0.f, biases[2] = {};
@@ -99,7 +98,7 @@ __device__ __forceinline__ ScoreFunctionOf<Traits> score_function(const Consumer
     }
   }
   const int32_t distance = c.it.query_block() * Traits::kBlockM + c.pair + c.work.diagonal(p) - key;
-  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), words};
+  return {p.softmax_scale, p.softcap, biases, slope, static_cast<float>(distance), visible};
 }
 
 // ALiBi and a bias per key, which dropout may follow.
@@ -111,13 +110,13 @@ struct ShiftedScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    score_function<Traits>(c, c.tile_mask.words()).exponentiate(s[0], lse);
+    score_function<Traits>(c).exponentiate(s[0], lse);
     c.tile_mask.apply(c, s);
   }
 };
 
 // Softcap, ALiBi and a bias per key. Only some of P is computed under dP, because the registers do not hold both. Masks
-// come last, on packed values; the bits of a block mask belong to the function.
+// come last, on packed values.
 template <typename Traits>
 struct CappedScores : PlainScores<Traits> {
   using Base = PlainScores<Traits>;
@@ -125,11 +124,10 @@ struct CappedScores : PlainScores<Traits> {
   static constexpr int kUnderDp = Base::kValues / (Traits::kEarlyDv ? 1 : 2);
   static constexpr bool kDeltaFirst = Base::kDeltaFirst;
 
-  ScoreFunctionOf<Traits> function;
+  ScoreFunction<> function;
 
   template <typename Consumer>
-  __device__ __forceinline__ explicit CappedScores(const Consumer& c)
-      : Base(c), function(score_function<Traits>(c, c.tile_mask.words())) {}
+  __device__ __forceinline__ explicit CappedScores(const Consumer& c) : Base(c), function(score_function<Traits>(c)) {}
 
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer&, Scores& s, Operand& p16, const Lse& lse) const {

@@ -42,8 +42,8 @@ CALLER = r"""
 struct Attention { float softmax_scale; int32_t seqlen_q, seqlen_k; };
 struct KernelParams { Attention attention; };
 struct GeneratedParams : KernelParams {};
-template <typename Traits, typename Consumer>
-ScoreFunction<1> score_function(const Consumer& c, const uint32_t* words) {
+template <typename Traits, int kBitWords, typename Consumer>
+ScoreFunction<kBitWords> score_function(const Consumer& c, const uint32_t* words) {
   const float biases[2] = {}, distance = c.it.query_block() * 64 + c.pair - c.work.first_key - c.first_own_key();
   return {c.params.attention.softmax_scale, c.softcap, biases, 0.03f, distance, words};
 }
@@ -135,7 +135,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         part(
             SM90 / "tile_mask.cuh", "template <int kValues>\n__device__ __forceinline__ bool bit_of", "// The mask is a"
         ),
-        part(SM90 / "score_mod" / "scores.cuh", "template <int kBitWords>", "// The function of a consumer"),
+        part(SM90 / "score_mod" / "scores.cuh", "template <int kBitWords = 0>", "// The function of a consumer"),
         CALLER,
         part(SM90 / "score_mod" / "generated.cuh", "template <typename Traits>", "// S becomes P"),
         score_mod.replace("flashbwd::sm90::", ""),

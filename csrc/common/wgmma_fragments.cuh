@@ -42,23 +42,28 @@ __device__ __forceinline__ void for_each_query(const QueryValues<kEarly>& rows, 
   }
 }
 
+struct HiddenIsZero {
+  __device__ __forceinline__ float operator()(int) const { return 0.f; }
+};
+
 // Zeroes values of an accumulator, or packed pairs of 16-bit values, by a mask. Bit n of visible(half) belongs to the
-// thread's n-th column, of its first row if half is 0 and of its second row if half is 1.
-template <int kValues, typename Visible>
-__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible) {
+// thread's n-th column, of its first row if half is 0 and of its second row if half is 1. A hidden value i of an
+// accumulator may become another number, hidden(i).
+template <int kValues, typename Visible, typename Hidden = HiddenIsZero>
+__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible, Hidden hidden = {}) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t bits = visible(half);
 #pragma unroll
     for (int n = 0; n < kValues / 2; ++n) {
-      float& value = values[n / 2 * 4 + 2 * half + n % 2];
-      value = bits >> n & 1 ? value : 0.f;
+      const int i = n / 2 * 4 + 2 * half + n % 2;
+      values[i] = bits >> n & 1 ? values[i] : hidden(i);
     }
   }
 }
 
 template <int kPairs, typename Visible>
-__device__ __forceinline__ void keep_visible(uint32_t (&pairs)[kPairs], Visible visible) {
+__device__ __forceinline__ void keep_visible(uint32_t (&pairs)[kPairs], Visible visible, HiddenIsZero = {}) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t bits = visible(half);

@@ -13,18 +13,34 @@
 
 namespace flashbwd::sm90 {
 
+// S becomes scale * S - lse, the exponent of P.
+template <int kValues, int kEarly>
+__device__ __forceinline__ void scale_scores(float (&s)[kValues], const QueryValues<kEarly>& lse_log2,
+                                             float scale_log2) {
+  for_each_query<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = s[i] * scale_log2 - lse; });
+}
+
+// Exponents become P, in values kBegin to kEnd.
+template <int kBegin, int kEnd, int kValues>
+__device__ __forceinline__ void exponentiate(float (&exponents)[kValues]) {
+#pragma unroll
+  for (int i = kBegin; i < kEnd; ++i) exponents[i] = exp2_approximate(exponents[i]);
+}
+
 // S becomes P = exp(scale * S - lse).
 template <int kValues, int kEarly>
 __device__ __forceinline__ void exponentiate(float (&s)[kValues], const QueryValues<kEarly>& lse_log2,
                                              float scale_log2) {
-  for_each_query<0, kValues>(lse_log2, [&](int i, float lse) { s[i] = exp2_approximate(s[i] * scale_log2 - lse); });
+  scale_scores(s, lse_log2, scale_log2);
+  exponentiate<0, kValues>(s);
 }
 
-// Zeroes values, or packed pairs of them, for which key `row` of a tile of kBlockM queries (or row + 8) is invisible.
-// `column` is the thread's first column.
-template <int kBlockM, typename Values>
-__device__ __forceinline__ void mask(Values& values, const TileVisibility& tile, int32_t row, int32_t column) {
-  keep_visible(values, [&](int half) { return columns_that_see<kBlockM>(tile, row + 8 * half, column); });
+// Zeroes values, or packed pairs of them, for which key `row` of a tile of kBlockM queries (or row + 8) is invisible;
+// or they become hidden(i). `column` is the thread's first column.
+template <int kBlockM, typename Values, typename Hidden = HiddenIsZero>
+__device__ __forceinline__ void mask(Values& values, const TileVisibility& tile, int32_t row, int32_t column,
+                                     Hidden hidden = {}) {
+  keep_visible(values, [&](int half) { return columns_that_see<kBlockM>(tile, row + 8 * half, column); }, hidden);
 }
 
 // The mask is a band, i.e. two bounds of j - i (index/visibility.h). `c` is the consumer warpgroup (Mainloop).
@@ -45,14 +61,15 @@ struct BandMask {
   template <typename Consumer>
   __device__ __forceinline__ void find(const Consumer&) {}
 
-  // Zeroes what is invisible: scores, or packed pairs of them.
-  template <typename Consumer, typename Values>
-  __device__ __forceinline__ void apply(const Consumer& c, Values& values) const {
+  // Zeroes what is invisible: scores, or packed pairs of them; or score i of an MMA tile becomes hidden(i).
+  template <typename Consumer, typename Values, typename Hidden = HiddenIsZero>
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden hidden = {}) const {
     if (interior.contains(c.it.query_block())) return;
     const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int m = 0; m < Traits::kMmaTiles; ++m) {
-      mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * Traits::kTileKeys, c.own_query + c.pair);
+      mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * Traits::kTileKeys, c.own_query + c.pair,
+                                hidden);
     }
   }
 };
@@ -81,25 +98,29 @@ __device__ __forceinline__ bool bit_of_value(const uint32_t* words, int i) {
   return words[bit / 32] >> bit % 32 & 1;
 }
 
+// The bits of a thread in a tile, which say whether its scores are visible.
+template <int kWords>
+struct VisibleBits {
+  static_assert(kWords <= 2, "a thread has two keys");
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ bool operator[](int value) const { return bit_of_value<32 * kWords>(words, value); }
+  // The bits of the thread's first key if half is 0, and of its second key if half is 1, from the lowest bit on.
+  __device__ __forceinline__ uint32_t of_key(int half) const {
+    return kWords == 2 ? words[half] : words[0] >> 16 * half;
+  }
+};
+
 // The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible. The
 // loader leaves the bits of each warp where the warp will write dS of the same iteration.
 template <typename Traits>
 struct BitMask {
   using Iterator = ListedIterator<Traits::kStages>;
   static constexpr int kWords = Traits::kBlockM / 64;
+  using Bits = VisibleBits<kWords>;
   static constexpr int kWarps = kConsumerThreads / 32;
   static constexpr uint32_t kWarpBytes = 32 * kWords * sizeof(uint32_t);
   static constexpr uint32_t kDsBytes = 16 * kAtomRowBytes;  // from the dS of a warp, with 16 keys, to that of the next
-
-  // Of a thread.
-  struct Bits {
-    uint32_t words[kWords];
-    __device__ __forceinline__ bool operator[](int value) const { return bit_of_value<32 * kWords>(words, value); }
-    // Those of the thread's first key if half is 0, and of its second one if half is 1.
-    __device__ __forceinline__ uint32_t of_key(int half) const {
-      return kWords == 2 ? words[half] : words[0] >> 16 * half;
-    }
-  };
 
   int32_t tile = -1;  // of this iteration
 
@@ -138,12 +159,12 @@ struct BitMask {
     return bits;
   }
 
-  // Zeroes what is invisible: scores, or packed pairs of them.
-  template <typename Consumer, typename Values>
-  __device__ __forceinline__ void apply(const Consumer& c, Values& values) const {
+  // Zeroes what is invisible: scores, or packed pairs of them; or score i of an MMA tile becomes hidden(i).
+  template <typename Consumer, typename Values, typename Hidden = HiddenIsZero>
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden hidden = {}) const {
     if (__builtin_expect(tile < 0, true)) return;
     const Bits visible = *reinterpret_cast<const Bits*>(own_words(c));
-    keep_visible(values[0], [&](int half) { return visible.of_key(half); });
+    keep_visible(values[0], [&](int half) { return visible.of_key(half); }, hidden);
   }
 
  private:

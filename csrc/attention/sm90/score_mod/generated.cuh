@@ -16,7 +16,7 @@ namespace flashbwd::sm90 {
 template <typename Traits>
 struct GeneratedFunction {
   using Mod = typename Traits::Mod;
-  using Bits = typename TileMask<Traits>::Bits;
+  using Bits = VisibleBits<Traits::kBlockM / 64>;
 
   const GeneratedParams& p;
   int32_t batch, head, first_query, first_key;

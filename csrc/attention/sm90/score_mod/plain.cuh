@@ -21,12 +21,22 @@ struct PlainScores {
   template <typename Consumer>
   __device__ __forceinline__ explicit PlainScores(const Consumer&) {}
 
+  // Exponentials before the branch of a mask. ptxas moves nothing over a branch, and what comes after it to where the
+  // warps would compute dS alone, so that exponentials and dS share the time: with 128 queries 2 to 4 % faster. P of 64
+  // queries is needed at once, for dV.
+  static constexpr int kBeforeMask = kValues == 64 ? kValues / 2 : kValues;
+
   // S becomes P, while dP is computed.
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, Scores& s, Operand&, const Lse& lse) const {
 #pragma unroll
-    for (int m = 0; m < kMmaTiles; ++m) exponentiate(s[m], lse, c.scale_log2);
-    c.tile_mask.apply(c, s);
+    for (int m = 0; m < kMmaTiles; ++m) {
+      scale_scores(s[m], lse, c.scale_log2);
+      exponentiate<0, kBeforeMask>(s[m]);
+    }
+    c.tile_mask.apply(c, s, [](int i) { return i < kBeforeMask ? 0.f : -INFINITY; });
+#pragma unroll
+    for (int m = 0; m < kMmaTiles; ++m) exponentiate<kBeforeMask, kValues>(s[m]);
   }
 
   // The first operand of dV.

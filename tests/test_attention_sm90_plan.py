@@ -168,7 +168,7 @@ def test_block_masks_have_a_tile_at_all_multiples_of_8_up_to_256(
 
 @pytest.mark.parametrize("dims", [{"head_dim": 60}, {"head_dim_v": 60}, {"head_dim": 100, "head_dim_v": 100}], ids=str)
 def test_block_masks_at_other_head_dimensions_are_refused(host: ModuleType, dims: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="with a block mask it takes head dimensions that are multiples of 8"):
+    with pytest.raises(ValueError, match="needs head dimensions that are multiples of 8"):
         plan_of(host, has_block_mask=True, **dims)
 
 

@@ -292,6 +292,20 @@ def test_sm90_gradients_agree_with_the_plain_formula(case: Case, deterministic: 
     check(p, p.run(deterministic=deterministic))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_operator_takes_any_stride_of_a_batch_of_one(head_dim: int) -> None:
+    """dk and dv get the strides of k and v, and TMA stores them."""
+    p = build(Case("documents", batch=1, head_dim=head_dim))
+    dout, q, k, v, out = (x.transpose(1, 2) for x in p.tensors)
+    k, v = (x.as_strided(x.shape, (x.numel() + 4, *x.stride()[1:])) for x in (k, v))
+    assert p.lists is not None
+    dq, dk, dv = torch.ops.flashbwd.block_mask_attention_backward(
+        dout, q, k, v, out, p.lse, *p.lists.operands(), softmax_scale=head_dim**-0.5, backend="sm90"
+    )
+    assert dk.stride(0) == k.stride(0)
+    check(p, tuple(x.transpose(1, 2) for x in (dq, dk, dv)))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_results_of_reversed_lists_of_grouped_heads_repeat_bit_for_bit(head_dim: int) -> None:
     p = build(Case("documents", heads=16, heads_kv=8, seqlen_q=2048, seqlen_k=2048, head_dim=head_dim))

@@ -87,9 +87,10 @@ bool encode_maps(const AttentionPlan& plan, KernelParams* params) {
                          {{slab_rows, workspace.row_stride * 4},
                           {packed_q ? 1 : int64_t{p.batch} * p.heads, slab_rows * workspace.row_stride * 4}},
                          32, 64);
-  params->tma_dkdv = !is_large(tile) && params->dk.dtype == p.dtype && params->dv.dtype == p.dtype &&
-                     params->dk.vectors && params->dv.vectors;
-  if (p.block_mask.lists != nullptr && !is_large(tile)) done = done && params->tma_dkdv;  // nothing else stores them
+  // With a block mask, nothing else stores them. They have the dtype and the strides of k and v.
+  const bool fits_tma =
+      params->dk.dtype == p.dtype && params->dv.dtype == p.dtype && params->dk.vectors && params->dv.vectors;
+  params->tma_dkdv = !is_large(tile) && (has(tile, feature::kBlockMask) || fits_tma);
   if (params->tma_dkdv) {
     done = done && encode_heads(&maps.dk, p.dtype, p.dk, fallback, p.head_dim, of_k, 64) &&
            encode_heads(&maps.dv, p.dtype, p.dv, fallback, p.head_dim_v, of_k, 64);

@@ -89,14 +89,15 @@ std::string refusal(const AttentionProblem& problem, const DeviceInfo& device) {
   if (problem.has_block_mask) {
     if (problem.dropout_p > 0.0) return "it takes no dropout with a block mask";
     if (problem.has_bias) return "it takes no attn_bias with a block mask";
-    if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) {
-      return "with a block mask it takes head dimensions that are multiples of 8, because TMA stores dk and dv";
-    }
   }
   const int tile_index = tile_of(problem);
   if (tile_index < 0) {
     return "it has no tile with these features for head dimensions " + number(problem.head_dim) + " and " +
            number(problem.head_dim_v);
+  }
+  const bool whole_vectors = problem.head_dim % 8 == 0 && problem.head_dim_v % 8 == 0;
+  if (problem.has_block_mask && !is_large(kTiles[tile_index]) && !whole_vectors) {
+    return "with a block mask, TMA stores dk and dv, which needs head dimensions that are multiples of 8";
   }
   if (problem.has_key_mask && !copies_bias(kTiles[tile_index])) {
     return "it takes key_mask only beside an attn_bias that TMA can load, at head dimensions up to 128";

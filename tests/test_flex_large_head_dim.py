@@ -42,10 +42,10 @@ CALLER = r"""
 struct Attention { float softmax_scale; int32_t seqlen_q, seqlen_k; };
 struct KernelParams { Attention attention; };
 struct GeneratedParams : KernelParams {};
-template <typename Traits, int kBitWords, typename Consumer>
-ScoreFunction<kBitWords> score_function(const Consumer& c, const uint32_t* words) {
+template <typename Traits, bool kMasked, typename Consumer>
+ScoreFunction<kMasked> score_function(const Consumer& c, VisibleBits<1> visible) {
   const float biases[2] = {}, distance = c.it.query_block() * 64 + c.pair - c.work.first_key - c.first_own_key();
-  return {c.params.attention.softmax_scale, c.softcap, biases, 0.03f, distance, words};
+  return {c.params.attention.softmax_scale, c.softcap, biases, 0.03f, distance, visible};
 }
 """
 WARPGROUP = r"""
@@ -132,10 +132,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         PRELUDE,
         part(fragments, "template <int kEarly>", "// Calls visit"),
         "namespace sm90 {",
-        part(
-            SM90 / "tile_mask.cuh", "template <int kValues>\n__device__ __forceinline__ bool bit_of", "// The mask is a"
-        ),
-        part(SM90 / "score_mod" / "scores.cuh", "template <int kBitWords = 0>", "// The function of a consumer"),
+        part(SM90 / "tile_mask.cuh", "template <int kWords>\nstruct VisibleBits", "// A tile has"),
+        part(SM90 / "score_mod" / "scores.cuh", "template <bool kMasked>", "// The function of a consumer"),
         CALLER,
         part(SM90 / "score_mod" / "generated.cuh", "template <typename Traits>", "// S becomes P"),
         score_mod.replace("flashbwd::sm90::", ""),

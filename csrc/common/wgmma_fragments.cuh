@@ -42,15 +42,10 @@ __device__ __forceinline__ void for_each_query(const QueryValues<kEarly>& rows, 
   }
 }
 
-struct HiddenIsZero {
-  __device__ __forceinline__ float operator()(int) const { return 0.f; }
-};
-
-// Zeroes values of an accumulator, or packed pairs of 16-bit values, by a mask. Bit n of visible(half) belongs to the
-// thread's n-th column, of its first row if half is 0 and of its second row if half is 1. A hidden value i of an
-// accumulator may become another number, hidden(i).
-template <int kValues, typename Visible, typename Hidden = HiddenIsZero>
-__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible, Hidden hidden = {}) {
+// Masks values of an accumulator: value i becomes hidden(i) where it is invisible. Bit n of visible(half) belongs to
+// the thread's n-th column, of its first row if half is 0 and of its second row if half is 1.
+template <int kValues, typename Visible, typename Hidden>
+__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible, Hidden hidden) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t bits = visible(half);
@@ -62,8 +57,15 @@ __device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible v
   }
 }
 
+// Zeroes invisible values.
+template <int kValues, typename Visible>
+__device__ __forceinline__ void keep_visible(float (&values)[kValues], Visible visible) {
+  keep_visible(values, visible, [](int) { return 0.f; });
+}
+
+// Zeroes invisible values in packed pairs of 16 bits.
 template <int kPairs, typename Visible>
-__device__ __forceinline__ void keep_visible(uint32_t (&pairs)[kPairs], Visible visible, HiddenIsZero = {}) {
+__device__ __forceinline__ void keep_visible(uint32_t (&pairs)[kPairs], Visible visible) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint32_t bits = visible(half);

@@ -44,7 +44,7 @@ class Config:
     batch_entries: int = 1  # of a work tile, each with dk and dv
     orders_bias: bool = False  # all work tiles add to the gradient of a bias, in the order of their numbers
     bias_published_late: bool = False  # fault: a consumer publishes its adds after it has waited for the next ones
-    bits_before_q: bool = False  # fault: the loader puts them there before the stage of q is empty
+    bits_before_q: bool = False  # fault: the loader puts bits into dS before the stage of q is empty
     zeros_after_signal: bool = False  # fault: a consumer waits for q, and zeroes it, after its wait for S
 
 

@@ -71,7 +71,8 @@ struct Epilogue {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dv[i] *= params.features.dropout_scale;
     }
-    if (Traits::kBlockMask || work.tma_dkdv) {  // with a block mask, ds may already hold bits of the next work tile
+    // With a block mask always: the loader may have put bits of the next work tile into dS.
+    if (Traits::kBlockMask || work.tma_dkdv) {
       pass_to_store_warps(smem, warpgroup, dq_phases, work.first_index + work.iterations + entry, dv, dk);
       return;
     }

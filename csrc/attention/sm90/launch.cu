@@ -87,7 +87,8 @@ bool encode_maps(const AttentionPlan& plan, KernelParams* params) {
                          {{slab_rows, workspace.row_stride * 4},
                           {packed_q ? 1 : int64_t{p.batch} * p.heads, slab_rows * workspace.row_stride * 4}},
                          32, 64);
-  // With a block mask, nothing else stores them. They have the dtype and the strides of k and v.
+  // With a block mask always, because the consumers cannot store them. They are allocated like k and v, which TMA
+  // loads.
   const bool fits_tma =
       params->dk.dtype == p.dtype && params->dv.dtype == p.dtype && params->dk.vectors && params->dv.vectors;
   params->tma_dkdv = !is_large(tile) && (has(tile, feature::kBlockMask) || fits_tma);

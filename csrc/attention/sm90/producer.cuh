@@ -18,7 +18,7 @@ struct Producer {
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kBatchEntries = Traits::kBatchEntries;
-  // Block masks: bits go where the consumers will write dS.
+  // With a block mask, the loader also puts the bits of a tile where the consumers will write dS (BitMask).
   static constexpr bool kLoadsBits = WorkTile::kListed && !is_large(Traits::kTile);
   static constexpr uint32_t kBiasBytes = Traits::kBias ? sizeof(SharedStorage::ds[0]) / kBatchEntries : 0;
 
@@ -123,7 +123,7 @@ struct Producer {
     }
   }
 
-  // With the bits of a block mask, which are needed as late as dout.
+  // Bytes of the bits that are loaded with dout, because the consumers need them as late. 0 without a block mask.
   static __device__ __forceinline__ uint32_t bytes_of_bits(const Iterator& it) {
     if constexpr (kLoadsBits) {
       return TileMask<Traits>::bytes(it.entry.bits);

@@ -40,8 +40,8 @@ bool is_sparse(const AttentionProblem& p, const Tile& tile) {
   return p.has_block_mask && 20 * queries_seen(p) < 9 * round_up(p.seqlen_q, tile.block_m);
 }
 
-// For a call with a block mask that is not deterministic: true if the last add to a dq tile loses little time while it
-// waits for the others.
+// For a call with a block mask in default mode: true if the last add to a dq tile loses little time while it waits for
+// the others.
 bool last_add_waits_little(const AttentionProblem& p, const Tile& tile, int64_t seen, int64_t workers) {
   const int64_t work_tiles = p.batch * p.heads_kv * ceil_div(p.seqlen_k, tile.block_n);
   // The adds of lists that are not reversed come at the same time: documents took up to 1.85 times as long. The last

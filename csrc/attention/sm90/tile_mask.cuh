@@ -35,12 +35,12 @@ __device__ __forceinline__ void exponentiate(float (&s)[kValues], const QueryVal
   exponentiate<0, kValues>(s);
 }
 
-// Zeroes values, or packed pairs of them, for which key `row` of a tile of kBlockM queries (or row + 8) is invisible;
-// or they become hidden(i). `column` is the thread's first column.
-template <int kBlockM, typename Values, typename Hidden = HiddenIsZero>
+// Masks values, or packed pairs of them, of key `row` and key row + 8 in a tile of kBlockM queries. `column` is the
+// thread's first column. `hidden`: as for keep_visible.
+template <int kBlockM, typename Values, typename... Hidden>
 __device__ __forceinline__ void mask(Values& values, const TileVisibility& tile, int32_t row, int32_t column,
-                                     Hidden hidden = {}) {
-  keep_visible(values, [&](int half) { return columns_that_see<kBlockM>(tile, row + 8 * half, column); }, hidden);
+                                     Hidden... hidden) {
+  keep_visible(values, [&](int half) { return columns_that_see<kBlockM>(tile, row + 8 * half, column); }, hidden...);
 }
 
 // The mask is a band, i.e. two bounds of j - i (index/visibility.h). `c` is the consumer warpgroup (Mainloop).
@@ -61,15 +61,15 @@ struct BandMask {
   template <typename Consumer>
   __device__ __forceinline__ void find(const Consumer&) {}
 
-  // Zeroes what is invisible: scores, or packed pairs of them; or score i of an MMA tile becomes hidden(i).
-  template <typename Consumer, typename Values, typename Hidden = HiddenIsZero>
-  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden hidden = {}) const {
+  // Masks scores, or packed pairs of them. `hidden`: as for keep_visible, for each MMA tile.
+  template <typename Consumer, typename Values, typename... Hidden>
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden... hidden) const {
     if (interior.contains(c.it.query_block())) return;
     const TileVisibility tile(c.work.visibility, c.work.first_key, c.it.query_block() * Traits::kBlockM);
 #pragma unroll
     for (int m = 0; m < Traits::kMmaTiles; ++m) {
       mask<Traits::kOwnQueries>(values[m], tile, c.first_own_key() + m * Traits::kTileKeys, c.own_query + c.pair,
-                                hidden);
+                                hidden...);
     }
   }
 };
@@ -90,29 +90,26 @@ struct ListedIterator {
   __device__ __forceinline__ int32_t query_block() const { return entry().query_block; }
 };
 
-// Bit of value i of kValues of a thread, in its words of a tile of bits: the values of key `row` from the lowest bit
-// on, then those of row + 8.
-template <int kValues>
-__device__ __forceinline__ bool bit_of_value(const uint32_t* words, int i) {
-  const int bit = i % 4 / 2 * (kValues / 2) + i / 4 * 2 + i % 2;
-  return words[bit / 32] >> bit % 32 & 1;
-}
-
-// The bits of a thread in a tile, which say whether its scores are visible.
+// A thread's bits of a tile, which say which of its scores are visible: those of key `row` from the lowest bit on, then
+// those of row + 8.
 template <int kWords>
 struct VisibleBits {
   static_assert(kWords <= 2, "a thread has two keys");
   uint32_t words[kWords];
 
-  __device__ __forceinline__ bool operator[](int value) const { return bit_of_value<32 * kWords>(words, value); }
-  // The bits of the thread's first key if half is 0, and of its second key if half is 1, from the lowest bit on.
+  // Of value i of an accumulator.
+  __device__ __forceinline__ bool operator[](int i) const {
+    const int bit = i % 4 / 2 * (16 * kWords) + i / 4 * 2 + i % 2;
+    return words[bit / 32] >> bit % 32 & 1;
+  }
+  // The bits of key `row` if half is 0, and of row + 8 if half is 1, from the lowest bit on.
   __device__ __forceinline__ uint32_t of_key(int half) const {
     return kWords == 2 ? words[half] : words[0] >> 16 * half;
   }
 };
 
-// The mask is a tile of bits, with kWords words for each consumer thread, or every pair of the tile is visible. The
-// loader leaves the bits of each warp where the warp will write dS of the same iteration.
+// A tile has kWords words of bits for each consumer thread, or no bits if every pair is visible. The loader leaves the
+// bits of each warp where the warp will write dS of the same iteration.
 template <typename Traits>
 struct BitMask {
   using Iterator = ListedIterator<Traits::kStages>;
@@ -159,12 +156,12 @@ struct BitMask {
     return bits;
   }
 
-  // Zeroes what is invisible: scores, or packed pairs of them; or score i of an MMA tile becomes hidden(i).
-  template <typename Consumer, typename Values, typename Hidden = HiddenIsZero>
-  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden hidden = {}) const {
+  // Masks scores, or packed pairs of them. `hidden`: as for keep_visible, for each MMA tile.
+  template <typename Consumer, typename Values, typename... Hidden>
+  __device__ __forceinline__ void apply(const Consumer& c, Values& values, Hidden... hidden) const {
     if (__builtin_expect(tile < 0, true)) return;
     const Bits visible = *reinterpret_cast<const Bits*>(own_words(c));
-    keep_visible(values[0], [&](int half) { return visible.of_key(half); }, hidden);
+    keep_visible(values[0], [&](int half) { return visible.of_key(half); }, hidden...);
   }
 
  private:

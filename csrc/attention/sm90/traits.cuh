@@ -61,7 +61,7 @@ struct Traits {
   static constexpr int kValueSteps = kHeadDim == 80 ? 5 : kHeadDim == 96 ? 3 : 0;
   // The parameter that says whether rows may need zeros is tested before seqlen_q is read from shared memory. Beside
   // dropout or a bias ptxas would spill. Long loops at head dimension 128 are 2 % faster with the delay of the read,
-  // with a block mask too, which needs no zeros. It is not known why.
+  // even with a block mask, where no row needs zeros. The reason is not known.
   static constexpr bool kDelayHelps = kHeadDim == 128 && kPlainScores && !kLastWritesDq_;
   static constexpr bool kTestsPoisonFirst = !kDelayHelps && !kDrops && !kBias;
   static_assert(kBlockN == 64 * kConsumerWarpgroups, "a consumer warpgroup ends with dk and dv of 64 keys");

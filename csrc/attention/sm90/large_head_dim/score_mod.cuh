@@ -72,7 +72,7 @@ __device__ __forceinline__ void modified_probabilities(const Consumer& c, uint32
     }
   } else {
     constexpr int kHalf = kValues / 2;  // P and S do not fit in the registers
-    const auto function = score_function<Traits, 1>(c, &visible);
+    const auto function = score_function<Traits, true>(c, {visible});
     function.template exponentiate<0, kHalf, T>(s, p16, QueryValues<0>(lse_log2));
     send<0, kHalf>(s, exchange);
     function.template exponentiate<kHalf, kValues, T>(s, p16, QueryValues<0>(lse_log2));

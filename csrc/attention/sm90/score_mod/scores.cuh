@@ -6,22 +6,20 @@
 
 namespace flashbwd::sm90 {
 
-// The function from scores to probabilities for a thread in one iteration. With kBitWords, words of bits say which
-// scores are visible, and the others become 0.
-template <int kBitWords = 0>
+// The function from scores to probabilities for a thread in one iteration. With kMasked, the probabilities of hidden
+// scores become 0.
+template <bool kMasked>
 class ScoreFunction {
  public:
   // A softcap, slope or bias of 0 means none. distance: of the thread's first query from its first key.
   __device__ __forceinline__ ScoreFunction(float softmax_scale, float softcap, const float (&biases)[2], float slope,
-                                           float distance, const uint32_t* visible)
+                                           float distance, VisibleBits<1> visible)
       : factor_((softcap > 0.f ? 2.f / softcap : 1.f) * softmax_scale * kLog2E),
         softcap_(softcap * kLog2E),
         biases_{biases[0] * kLog2E, biases[1] * kLog2E},
         slope_(slope * kLog2E),
-        distance_(distance) {
-#pragma unroll
-    for (int i = 0; i < kBitWords; ++i) visible_[i] = visible[i];
-  }
+        distance_(distance),
+        visible_(visible) {}
 
   // S becomes P. Without softcap and mask.
   template <int kValues, int kEarly>
@@ -48,7 +46,7 @@ class ScoreFunction {
   __device__ __forceinline__ float shift(int v, const float2& lse) const {
     const float distance = distance_ + static_cast<float>(v / 4 * 8 + v % 2 - v % 4 / 2 * 8);
     float row = v % 2 == 0 ? lse.x : lse.y;
-    if constexpr (kBitWords > 0) row = bit_of_value<32 * kBitWords>(visible_, v) ? row : INFINITY;
+    if constexpr (kMasked) row = visible_[v] ? row : INFINITY;
     return row + slope_ * fabsf(distance) - biases_[v % 4 / 2];
   }
 
@@ -75,13 +73,12 @@ class ScoreFunction {
   }
 
   float factor_, softcap_, biases_[2], slope_, distance_;  // scores are in units of log2
-  uint32_t visible_[kBitWords + 1];                        // one more, because kBitWords may be 0
+  VisibleBits<1> visible_;
 };
 
 // The function of a consumer warpgroup's thread in this iteration.
-template <typename Traits, int kBitWords = 0, typename Consumer>
-__device__ __forceinline__ ScoreFunction<kBitWords> score_function(const Consumer& c,
-                                                                   const uint32_t* visible = nullptr) {
+template <typename Traits, bool kMasked = false, typename Consumer>
+__device__ __forceinline__ ScoreFunction<kMasked> score_function(const Consumer& c, VisibleBits<1> visible = {}) {
   const AttentionBackwardParams& p = c.params.attention;
   const int32_t head = c.it.head(), key = c.work.first_key + c.first_own_key();
   float slope = 0.f, biases[2] = {};
@@ -124,7 +121,7 @@ struct CappedScores : PlainScores<Traits> {
   static constexpr int kUnderDp = Base::kValues / (Traits::kEarlyDv ? 1 : 2);
   static constexpr bool kDeltaFirst = Base::kDeltaFirst;
 
-  ScoreFunction<> function;
+  ScoreFunction<false> function;
 
   template <typename Consumer>
   __device__ __forceinline__ explicit CappedScores(const Consumer& c) : Base(c), function(score_function<Traits>(c)) {}

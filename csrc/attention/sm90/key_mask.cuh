@@ -29,14 +29,14 @@ struct KeyMask {
     c.smem.hidden_keys[threadIdx.x - kWarpgroupThreads] = static_cast<uint8_t>(hidden);
   }
 
-  // S of hidden keys becomes P = 0.
-  template <typename Consumer>
-  static __device__ __forceinline__ void hide(const Consumer& c, typename Consumer::Scores& p) {
+  // Masks scores of hidden keys. `value`: as for keep_visible.
+  template <typename Consumer, typename Value>
+  static __device__ __forceinline__ void hide(const Consumer& c, typename Consumer::Scores& scores, Value value) {
     const uint32_t hidden = c.smem.hidden_keys[threadIdx.x - kWarpgroupThreads];
     if (hidden == 0) return;
 #pragma unroll
     for (int m = 0; m < Traits::kMmaTiles; ++m) {
-      keep_visible(p[m], [&](int half) { return hidden >> (2 * m + half) & 1 ? 0u : ~0u; });
+      keep_visible(scores[m], [&](int half) { return hidden >> (2 * m + half) & 1 ? 0u : ~0u; }, value);
     }
   }
 

@@ -4,14 +4,14 @@
 #pragma once
 
 #include "../../../common/ordered.cuh"
-#include "../key_mask.cuh"
 #include "plain.cuh"
 
 namespace flashbwd::sm90 {
 
-// S becomes P = exp(scale * S + bias - lse). MMA tiles have the same keys and different queries, with one bias.
+// S becomes scale * S + bias - lse, the exponent of P. MMA tiles have the same keys and different queries, with one
+// bias.
 template <typename T, int kMmaTiles, int kValues, int kEarly>
-__device__ __forceinline__ void exponentiate_with_bias(float (&s)[kMmaTiles][kValues], uint32_t address,
+__device__ __forceinline__ void scale_scores_with_bias(float (&s)[kMmaTiles][kValues], uint32_t address,
                                                        const QueryValues<kEarly>& lse_log2, float scale_log2) {
 #pragma unroll
   for (int k = 0; k < kValues / 8; ++k) {
@@ -24,8 +24,8 @@ __device__ __forceinline__ void exponentiate_with_bias(float (&s)[kMmaTiles][kVa
       for (int m = 0; m < kMmaTiles; ++m) {
         const float2 lse = lse_log2[m * (kValues / 4) + 2 * k + i / 2];
         float* const value = &s[m][8 * k + 2 * i];
-        value[0] = exp2_approximate(value[0] * scale_log2 + (b.x * kLog2E - lse.x));
-        value[1] = exp2_approximate(value[1] * scale_log2 + (b.y * kLog2E - lse.y));
+        value[0] = value[0] * scale_log2 + (b.x * kLog2E - lse.x);
+        value[1] = value[1] * scale_log2 + (b.y * kLog2E - lse.y);
       }
     }
   }
@@ -40,9 +40,8 @@ struct BiasScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    exponentiate_with_bias<typename Base::T>(s, address(c), lse, c.scale_log2);
-    c.tile_mask.apply(c, s);
-    KeyMask<Traits>::hide(c, s);
+    scale_scores_with_bias<typename Base::T>(s, address(c), lse, c.scale_log2);
+    Base::exponentiate_and_mask(c, s);
   }
 
   template <typename Consumer, typename Lse, typename Delta>

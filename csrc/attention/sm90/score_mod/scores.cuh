@@ -21,13 +21,11 @@ class ScoreFunction {
         distance_(distance),
         visible_(visible) {}
 
-  // S becomes P. Without softcap and mask.
+  // S becomes the exponent of P. Without softcap and mask.
   template <int kValues, int kEarly>
-  __device__ __forceinline__ void exponentiate(float (&s)[kValues], const QueryValues<kEarly>& lse_log2) const {
+  __device__ __forceinline__ void scale_scores(float (&s)[kValues], const QueryValues<kEarly>& lse_log2) const {
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      s[v] = exp2_approximate(s[v] * factor_ - shift(v, lse_log2[v / 4]));
-    }
+    for (int v = 0; v < kValues; ++v) s[v] = s[v] * factor_ - shift(v, lse_log2[v / 4]);
   }
 
   // S becomes P times the derivative, and p16 becomes P, in values kBegin to kEnd. Without mask.
@@ -107,8 +105,8 @@ struct ShiftedScores : PlainScores<Traits> {
   template <typename Consumer, typename Lse>
   __device__ __forceinline__ void probabilities(const Consumer& c, typename Base::Scores& s, typename Base::Operand&,
                                                 const Lse& lse) const {
-    score_function<Traits>(c).exponentiate(s[0], lse);
-    c.tile_mask.apply(c, s);
+    score_function<Traits>(c).scale_scores(s[0], lse);
+    Base::exponentiate_and_mask(c, s);
   }
 };
 

@@ -113,6 +113,17 @@ def test_any_other_score_mod_is_replaced_and_compiled(masked: bool, planned: lis
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
+@pytest.mark.parametrize(("emulates", "replaced"), [(False, 1), (True, 0)])
+def test_a_forward_that_rounds_scores_between_operators_keeps_its_backward(
+    emulates: bool, replaced: int, planned: list[Any]
+) -> None:
+    compiled = attention(lambda s, b, h, i, j: torch.nn.functional.silu(s))
+    with config.patch(emulate_precision_casts=emulates):
+        run(compiled, leaves(SHAPE))
+    assert compiled.count(OURS) == replaced
+    assert not emulates or counted()[1] == {"Inductor's emulate_precision_casts rounds scores between operators": 1}
+
+
 # Inductor's passes run while FakeTensorMode is active, where new tensors have no values. With each score_mod: a number
 # of the kernel that computes it without a mask.
 NUMBERS: dict[str, tuple[Mod, str]] = {

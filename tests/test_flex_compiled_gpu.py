@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -151,6 +151,38 @@ def test_gradients_agree_with_float64_and_a_kernel_computes_them(name: str) -> N
     for i, (got, want, plain) in enumerate(zip(ours, case.exact(), pytorchs, strict=True)):
         assert got.stride() == plain.stride()
         tolerance.assert_close(got, want, [plain.double()], f"gradient {i}", softcap=case.mod is softcap)
+
+
+def silu(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.nn.functional.silu(s)
+
+
+def steep(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return s + (h + 1).to(torch.bfloat16) / 7 * (i - j).abs().to(torch.bfloat16) * -0.07
+
+
+@pytest.mark.parametrize("mod", [silu, steep])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_16_bit_values_in_a_score_mod_cost_no_accuracy(compiled: bool, dtype: torch.dtype, mod: Mod) -> None:
+    """PyTorch's forward does not round them. A backward that did would belong to other scores than its LSE."""
+    case = Case("none", small(64, heads_kv=4, seqlen_q=2048, seqlen_k=2048), dtype, mod)
+    pytorchs = case.gradients(torch.compile(case.attend, fullgraph=True))
+    torch._dynamo.reset()
+    if compiled:
+        ours = case.gradients(torch.compile(case.attend, fullgraph=True, options=inductor.options()))
+        assert counted() == (1, {})
+    else:
+        ours = case.gradients(lambda q, k, v, _: (flashbwd.flex_attention(q, k, v, mod), torch.empty(0)))
+    exact_case = replace(case, mod=exact_of(mod))
+    for got, plain, want in zip(ours, pytorchs, exact_case.exact(), strict=True):
+        mean, allowed = ((x.double() - want).abs().mean() for x in (got, plain))
+        assert mean <= 1.1 * allowed
+
+
+def exact_of(mod: Mod) -> Mod:
+    """Return what a modification computes without a rounding."""
+    return silu if mod is silu else lambda s, b, h, i, j: s + (h + 1) / 7 * (i - j).abs() * -0.07
 
 
 @pytest.mark.parametrize("head_dim", [128, 192])

@@ -34,11 +34,12 @@ from flashbwd.reference.decoding import DecodingCall
 Mod = Callable[..., Tensor]
 TABLE = torch.linspace(-1, 1, 4 * 255).view(4, 255)
 RATES = torch.linspace(0.1, 1, 4, dtype=torch.bfloat16)
+SLOPES = torch.linspace(0.1, 1, 4)
 
 MODS: dict[str, tuple[Mod, list[Tensor]]] = {  # and the captured tensors that get a gradient
     "relative_bias": (lambda s, b, h, q, k: s + TABLE[h, q - k + 127], []),
     "trained_relative_bias": (lambda s, b, h, q, k: s + TABLE[h, q - k + 127], [TABLE]),
-    "cap_and_slope": (lambda s, b, h, q, k: 20 * torch.tanh(s / 20) - RATES[h] * (q - k).abs(), []),
+    "cap_and_slope": (lambda s, b, h, q, k: 20 * torch.tanh(s / 20) - SLOPES[h] * (q - k).abs(), []),
     "trained_scale": (lambda s, b, h, q, k: torch.where(q > k, s * RATES[h], torch.sin(s)), [RATES]),
 }
 

@@ -27,6 +27,7 @@ from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, backend_op
 from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of
+from flashbwd.mods.operators import ROUNDED
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
 
@@ -110,16 +111,18 @@ def _value(node: Node) -> Any:
 
 
 def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
+    from torch._inductor import config
+
     names = ("query", "key", "value", "out", "logsumexp")
     query, key, value, out, lse = (_value(call[name]) for name in names)
     if not query.dtype == key.dtype == value.dtype:
         raise DeclinedError("query, key and value have different dtypes")
+    if score.text and query.dtype in ROUNDED and config.emulate_precision_casts:
+        raise DeclinedError("Inductor's emulate_precision_casts rounds scores between operators")
     if query.device.type in _COMPUTED_BY_THE_REFERENCE:
         return
     if query.device.type != "cuda":
         raise DeclinedError(f"query is on the device {query.device.type}")
-    from torch._inductor import config
-
     if config.cpp_wrapper:
         raise DeclinedError("Inductor's cpp_wrapper calls no operators in Python")
     dlse = None if call["grad_logsumexp"] is None else lse

@@ -242,11 +242,11 @@ class Derivative:
 
 
 def _bodies(
-    score: Trace, slots: Slots, differentiable: list[Tensor], in_sums: bool = False
+    score: Trace, slots: Slots, differentiable: list[Tensor], in_sums: bool = False, rounds: bool = True
 ) -> tuple[str, str, Derivative]:
     """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter."""
-    score_body = Emitter("score_mod", score, slots).run(SCORE_PARAMETERS, torch.float32)
-    emitter = Emitter("score_mod", score, slots)
+    score_body = Emitter("score_mod", score, slots, rounds).run(SCORE_PARAMETERS, torch.float32)
+    emitter = Emitter("score_mod", score, slots, rounds)
     output = emitter.forward(SCORE_PARAMETERS)
     derivative = Derivative(emitter, differentiable, in_sums)
     result = derivative.run(output, "ds")
@@ -292,11 +292,12 @@ def emit_score_gradient(
     """As :func:`emit_gradient`, for the attention kernels of csrc/attention/sm90/score_mod/generated.cuh and
     csrc/attention/sm80/generated_scores.cuh. The source around it defines the type ``GeneratedParams``.
 
-    These kernels read the bits of a block mask, so ``mask`` is None.
+    These kernels read the bits of a block mask, so ``mask`` is None. They use the LSE of PyTorch's compiled forward, so
+    they do not round values in 16 bits, as that forward does not.
     """
     assert score is not None
     assert mask is None
-    score_body, gradient, derivative = _bodies(score, slots, differentiable, in_sums=True)
+    score_body, gradient, derivative = _bodies(score, slots, differentiable, in_sums=True, rounds=False)
     parameters = "const GeneratedParams& p, float score, int b, int h, int q, int k"
     return (
         f"""namespace flashbwd {{

@@ -34,9 +34,14 @@ MASK_PARAMETERS = SCORE_PARAMETERS[1:]
 
 
 class Emitter:
-    """Writes the body of one C++ function. All functions of a kernel share ``slots``."""
+    """Writes the body of one C++ function. All functions of a kernel share ``slots``.
 
-    def __init__(self, name: str, trace: Trace, slots: Slots) -> None:
+    Without ``rounds``, values in 16 bits are computed in float32 and not rounded, as in Inductor's kernels. Otherwise
+    every operator rounds its result, as in PyTorch without a compiler.
+    """
+
+    def __init__(self, name: str, trace: Trace, slots: Slots, rounds: bool = True) -> None:
+        self.rounds = rounds
         self.name = name
         self.trace = trace
         self.slots = slots
@@ -94,7 +99,8 @@ class Emitter:
 
     def dtype(self, value: Any) -> torch.dtype:
         if isinstance(value, fx.Node):
-            return value.meta["val"].dtype
+            dtype: torch.dtype = value.meta["val"].dtype
+            return dtype if self.rounds or dtype not in ROUNDED else torch.float32
         return torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float32
 
     def value(self, value: Any) -> str:
@@ -160,7 +166,7 @@ class Emitter:
         if not element.is_complete:
             shape = tuple(node.meta["val"].shape)
             raise CannotEmitError(f"{self.name} uses a captured tensor, or a part of one, of shape {shape} as a whole")
-        self._define(node, element.load(self.dtype(node)), False)
+        self._define(node, element.load(node.meta["val"].dtype), False)
 
     def _choose(self, node: Any, source: Any, chosen: dict[int, Any]) -> None:
         """Record that ``node`` is ``source`` with indices for some of the dimensions that have none yet."""
@@ -345,7 +351,7 @@ class Emitter:
         dtype = self.dtype(node)
         if not dtype.is_floating_point:
             return self._define(node, self.value(node.args[0]))
-        limits = torch.finfo(dtype)
+        limits = torch.finfo(node.meta["val"].dtype)
         given = [*node.args[1:], None, None, None][:3]
         fills = [node.kwargs.get(name, given[i]) for i, name in enumerate(("nan", "posinf", "neginf"))]
         nan, most, least = (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flashbwd.mods.built_in import BuiltIn, encode
 from flashbwd.mods.captures import Captures, Slots
-from flashbwd.mods.derivative import emit_gradient
+from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
 from flashbwd.mods.emit import emit
 from flashbwd.mods.trace import trace
 
@@ -105,6 +105,33 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
   }}
 }}
 """
+
+_TRAINING_TYPES = """
+namespace flashbwd {
+using GeneratedParams = DecodingBackwardParams;
+template <typename T>
+struct GradientSum {
+  void add(bool adds, T* element, T value) {
+    if (adds) *element += value;
+  }
+  void finish() {}
+};
+}
+"""
+
+_TRAINING = """
+extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* scores, const int* at, float* results) {{
+  flashbwd::GeneratedParams all = {{}};
+  memcpy(all.captured, p->captured, sizeof(p->captured));
+  memcpy(all.gradients, gradients, sizeof(gradients));
+  {mod}::Sums sums;
+  for (int i = 0; i < n; ++i) results[i] = {mod}::{call};
+}}
+"""
+_CALLS = {
+    "score": "score_mod(all, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i])",
+    "gradient": "score_gradient(all, scores[i], at[i], at[n + i], at[2 * n + i], at[3 * n + i], ds, first, sums)",
+}
 
 # all_scores() applies the softcap to an array of scores.
 _BUILT_IN = """
@@ -192,6 +219,18 @@ class HostMods:
         self.places[name] = {slot: differentiable[i] for i, slot in places.items()}
         self._add_struct(name, source)
         self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
+
+    def add_training(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
+        """Add the code for FlexAttention's backward: "NAME_score", the modification, and "NAME_gradient"."""
+        if _TRAINING_TYPES not in self.parts:
+            self.parts.append(_TRAINING_TYPES)
+        slots = Slots(Captures(score_mod), "cpu")
+        source, places = emit_score_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
+        self._add_struct(name, source)
+        for what, call in _CALLS.items():
+            self.slots[f"{name}_{what}"] = slots
+            self.parts.append(_TRAINING.format(name=f"{name}_{what}", mod=f"flashbwd::{name}_mod", call=call))
+        self.places[f"{name}_gradient"] = {slot: differentiable[i] for i, slot in places.items()}
 
     def add_built_in(self, name: str, found: BuiltIn, slots: Slots) -> None:
         """Add a built-in modification with its parameters."""

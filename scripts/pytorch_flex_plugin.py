@@ -47,6 +47,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     item.user_properties.append(("flashbwd", tuple(flashbwd.stats()[OPERATOR])))
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()  # an error of a kernel is a failure of this test, not of the next one
+        torch.cuda.empty_cache()  # for the tests of other processes
 
 
 class Recorder:

@@ -41,6 +41,7 @@ CATEGORIES = {
     "failed_both": "failed with and without flashbwd",
     "failed_by_design": "failed only with flashbwd: checks PyTorch's kernel",
     "failed_with": "failed only with flashbwd",
+    "no_memory": "failed because the memory of the GPU was full; another call runs them again",
     "not_run": "not run",
 }
 # Inductor must not take graphs from its cache, because its passes do not see those. It may share compiled kernels.
@@ -81,11 +82,16 @@ def read(path: Path) -> Outcomes:
     return {record["test"]: record for record in map(json.loads, lines)}
 
 
+def had_no_memory(outcome: dict[str, Any]) -> bool:
+    """Whether a test failed because other processes had filled the memory of the GPU."""
+    return "out of memory" in outcome.get("error", "")
+
+
 def run(backward: str, tests: Sequence[str], args: argparse.Namespace, end: float) -> Outcomes:
     """Run the tests that have no outcome yet, until the time ``end``. Return all outcomes of this backward."""
     path, chosen = args.out / f"{backward}.jsonl", args.out / f"{backward}.txt"
     before = read(path)
-    left = [test for test in tests if test not in before]
+    left = [test for test in tests if test not in before or had_no_memory(before[test])]
     print(f"flashbwd {backward}: {len(tests)} tests, {len(left)} of them to run", flush=True)
     if left and end > time.monotonic():
         chosen.write_text("\n".join(left))
@@ -128,6 +134,8 @@ def category_of(test: str, on: Outcomes, off: Outcomes) -> str:
         return "not_run"
     if on[test]["outcome"] != "failed":
         return str(on[test]["outcome"])
+    if had_no_memory(on[test]) or had_no_memory(off.get(test, {})):
+        return "no_memory"
     if test not in off:
         return "not_run"
     if off[test]["outcome"] == "failed":
@@ -154,7 +162,7 @@ def summary_of(tests: Sequence[str], on: Outcomes, off: Outcomes) -> dict[str, A
 def lines_of(summary: dict[str, Any]) -> Iterator[str]:
     for category, words in CATEGORIES.items():
         yield f"{len(summary[category]):6}  {words}"
-        if category.startswith("failed"):
+        if category.startswith(("failed", "no_memory")):
             yield from (f"            {test}" for test in summary[category])
     yield f"{summary['hits']:6}  backwards by kernels of flashbwd, in {summary['tests_with_hits']} tests"
     yield f"{sum(summary['fallbacks'].values()):6}  backwards left to PyTorch"
@@ -179,12 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     tests = shard_of(collected(args.file, args.out, args.k), args.shard)
     on = run("on", tests, args, end)
-    again = [test for test in tests if args.both or on.get(test, {}).get("outcome") == "failed"]
+    failed = {test for test in on if on[test]["outcome"] == "failed" and not had_no_memory(on[test])}
+    again = [test for test in tests if args.both or test in failed]
     off = run("off", again, args, end) if again else {}
     summary = summary_of(tests, on, off)
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
     print(*lines_of(summary), sep="\n")
-    return 1 if summary["failed_with"] else 3 if summary["not_run"] else 0
+    return 1 if summary["failed_with"] else 3 if summary["not_run"] or summary["no_memory"] else 0
 
 
 if __name__ == "__main__":

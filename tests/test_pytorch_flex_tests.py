@@ -114,6 +114,7 @@ def test_every_test_has_its_category(result) -> None:
         "failed_both": FAILED_BOTH,
         "failed_by_design": ["TestTiny::test_strided_backwards_cuda"],
         "failed_with": ["TestTiny::test_fails_with_the_pass"],
+        "no_memory": [],
         "not_run": [],
     }
 
@@ -176,6 +177,15 @@ def test_2_works():
     args = argparse.Namespace(file=written(tmp_path, source), out=tmp_path / "out", jobs=1, timeout_s=180)
     outcomes = script.run("on", tests, args, float("inf"))
     assert [outcomes[test]["outcome"] for test in tests] == ["failed", "passed"]
+
+
+def test_a_test_without_memory_is_not_judged_and_runs_again(tmp_path: Path) -> None:
+    written(tmp_path, "def test_large():\n    raise RuntimeError('CUDA out of memory')\n")
+    status, summary = run(tmp_path)
+    assert (status, names(summary["no_memory"]), summary["failed_with"]) == (3, ["test_large"], [])
+    written(tmp_path, "def test_large():\n    pass\n")
+    status, summary = run(tmp_path)
+    assert (status, names(summary["passed"]), summary["no_memory"]) == (0, ["test_large"], [])
 
 
 def test_nothing_runs_without_time(tmp_path: Path) -> None:

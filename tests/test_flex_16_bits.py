@@ -1,4 +1,4 @@
-"""Values in 16 bits in a score_mod: FlexAttention's backward does not round them, as PyTorch's forward does not.
+"""Values in 16 bits in a modification: FlexAttention's backward does not round them, as PyTorch's forward does not.
 
 Inductor computes such values in float32. The LSE comes from its forward, so the probabilities of the backward must too.
 PyTorch writes the score itself in the dtype of the inputs: in a compiled model, ``silu(score)`` ends with a cast to it.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kit.compiled import OURS, Compiled, on_the_cpu
 from kit.emission import HostMods, compiler
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from flashbwd.flex.mask_bits import evaluate, unpack
+from flashbwd.flex.tile import Tile
 from flashbwd.mods.in_graph import bound
+from flashbwd.reference.decoding import PARTIAL, DecodingCall, decoding_backward
+from flashbwd.reference.modifications import unrounded
 
 Mod = Callable[..., Tensor]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -94,3 +99,67 @@ def test_an_activation_in_a_compiled_model_is_not_rounded(
     host.add_training("compiled", bound(text, []))
     host.compile()
     compare(host, "compiled", silu)
+
+
+# ---- evaluated by PyTorch -------------------------------------------------------------------------
+
+
+def distances(positions: Tensor) -> Mod:
+    """Return a mask of pairs that are near each other. In 16 bits, some distances would be rounded to the limit."""
+    return lambda b, h, q, k: (positions[q] - positions[k]).abs() * (q + 300).to(positions.dtype) <= 330
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_bits_of_a_mask_are_not_rounded(dtype: torch.dtype) -> None:
+    positions = torch.rand(256, generator=torch.Generator().manual_seed(3)).to(dtype) * 3
+    mask = create_block_mask(distances(positions), None, None, 256, 256, device="cpu", BLOCK_SIZE=128)
+    states = torch.full((1, 1, 2, 2), PARTIAL)
+    tiles = torch.cartesian_prod(*[torch.arange(n) for n in states.shape])
+    bits, _, _ = evaluate(mask, states, tiles, (1, 1, 256, 256), Tile(128, 128))
+    got = unpack(bits).view(2, 2, 128, 128).transpose(1, 2).reshape(256, 256)
+    q, k = torch.arange(256)[:, None], torch.arange(256)
+    assert torch.equal(got, distances(positions.double())(0, 0, q, k))
+    assert not torch.equal(got, distances(positions)(0, 0, q, k))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_reference_after_pytorchs_forward_does_not_round(dtype: torch.dtype) -> None:
+    positions = torch.rand(40, generator=torch.Generator().manual_seed(3)).to(dtype) * 3
+    rates = RATES[:4].clone().requires_grad_()
+
+    def steep(table: Tensor, scale: Tensor) -> Mod:
+        dtype = table.dtype
+        return lambda s, b, h, q, k: (s.to(dtype) + scale[h].to(dtype) * (table[q] * table[k] * -3)).to(dtype)
+
+    q, k, v, dout = (torch.randn(1, 4, 40, 8, dtype=torch.float64) for _ in range(4))
+    inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+    exact_rates = rates.detach().double().requires_grad_()
+    index = [
+        torch.arange(n).view(shape) for n, shape in ((1, (1, 1, 1, 1)), (4, (4, 1, 1)), (40, (40, 1)), (40, (40,)))
+    ]
+    scores = steep(positions.double(), exact_rates)(inputs[0] @ inputs[1].mT, *index)
+    out, lse = scores.softmax(-1) @ inputs[2], scores.logsumexp(-1)
+    want = torch.autograd.grad(out, [*inputs, exact_rates], dout)
+
+    call = DecodingCall(steep(positions, rates), None, 1.0, unrounded=True)
+    q, k, v, dout, out, lse = (tensor.detach().float() for tensor in (q, k, v, dout, out, lse))
+    *grads, found = decoding_backward(call, q, k, v, out, lse, dout, None, [rates])
+    for got, expected in zip([*grads, *found], want, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.half().shape, torch.Size([2])),
+        (lambda x: x.half() + 1, torch.tensor([1.1, 1.2])),
+        (lambda x: x.to(torch.bfloat16).exp(), torch.tensor([0.1, 0.2]).exp()),
+        (lambda x: x.type(torch.half) * x.bfloat16(), torch.tensor([0.1, 0.2]) ** 2),
+        (lambda x: torch.ops.aten._to_copy.default(x, dtype=torch.half), torch.tensor([0.1, 0.2])),
+        (lambda x: x.double().half().double(), torch.tensor([0.1, 0.2]).double()),
+        (lambda x: x.int().half(), torch.tensor([0.0, 0.0])),
+    ],
+)
+def test_no_function_rounds(function: Callable[[Tensor], object], expected: Any) -> None:
+    got = unrounded(function)(torch.tensor([0.1, 0.2]))
+    assert torch.equal(got, expected) if isinstance(expected, Tensor) else got == expected

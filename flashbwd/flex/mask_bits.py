@@ -1,4 +1,7 @@
-"""Evaluates a ``mask_mod`` once for the partial tiles of a BlockMask, and packs the result to one bit per pair."""
+"""Evaluates a ``mask_mod`` once for the partial tiles of a BlockMask, and packs the result to one bit per pair.
+
+Values in 16 bits are not rounded, because PyTorch's compiled forward, which hid the same pairs, does not round them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import FULL, PARTIAL
-from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod
+from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod, unrounded
 
 _PAIRS = 2**22  # pairs that are evaluated together
 
@@ -65,7 +68,7 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     k = n.unsqueeze(1) * tile.keys + torch.arange(tile.keys, device=m.device, dtype=torch.int32)
     exists = (q < sizes[2]).unsqueeze(2) & (k < sizes[3]).unsqueeze(1)
     q, k = q.clamp(max=sizes[2] - 1), k.clamp(max=sizes[3] - 1)  # indices of captured tensors stay in range
-    mod = block_mask.mask_mod
+    mod = unrounded(block_mask.mask_mod)
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         mod = torch.vmap(mod, in_dims=dims)
     with torch.no_grad(), GatherByIndex():

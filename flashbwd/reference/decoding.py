@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashbwd.reference.modifications import GatherByIndex, LeavesFor, Mod, accumulator, run_mod, sum_dtype, vectorised
+from flashbwd.reference.modifications import (
+    GatherByIndex,
+    LeavesFor,
+    Mod,
+    accumulator,
+    run_mod,
+    sum_dtype,
+    unrounded,
+    vectorised,
+)
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block of the mask
 
@@ -43,6 +52,8 @@ class DecodingCall:
         Minimum number of KV splits that are reduced separately.
     mask_captured : tuple of Tensor
         The tensors that ``mask_mod`` captures, if the caller has found them.
+    unrounded : bool
+        The modifications do not round values in 16 bits.
     """
 
     score_mod: Mod | None
@@ -52,6 +63,7 @@ class DecodingCall:
     rows_safe: bool = False
     splits: int | None = None
     mask_captured: tuple[Tensor, ...] = ()
+    unrounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +172,11 @@ class _Operands:
         self.group = q.shape[1] // k.shape[1]
         self.states = None if call.block_mask is None else block_states(call.block_mask, k.shape[2])
         self.index = [torch.arange(n, device=q.device, dtype=torch.int32) for n in (*q.shape[:3], k.shape[2])]
-        self.score_mod = None if call.score_mod is None else vectorised(call.score_mod, True)
-        self.mask_mod = None if call.block_mask is None else vectorised(call.block_mask.mask_mod, False)
+        self.score_mod = None if call.score_mod is None else self._vectorised(call.score_mod, True)
+        self.mask_mod = None if call.block_mask is None else self._vectorised(call.block_mask.mask_mod, False)
+
+    def _vectorised(self, mod: Mod, with_score: bool) -> Mod:
+        return vectorised(unrounded(mod) if self.call.unrounded else mod, with_score)
 
     def tiles(self) -> Iterator[tuple[int, list[_Tile]]]:
         return _tiles(self.call, self.states, self.q, self.k.shape[2])

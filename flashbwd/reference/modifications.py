@@ -90,6 +90,41 @@ class LeavesFor(TorchFunctionMode):
         return tensor if leaf is None else leaf.to(tensor.dtype)
 
 
+_CASTS = (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, torch.ops.aten._to_copy.default)
+_16_BITS = (torch.float16, torch.bfloat16)
+
+
+class Unrounded(TorchFunctionMode):
+    """Computes values in 16 bits in float32, and does not round them, as Inductor's kernels do."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as shape
+            return func(*args, **kwargs)
+        if func not in _GATHERS:  # a gather reads a few elements of a tensor that may be large
+            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+        result = func(*args, **kwargs)
+        if func in _CASTS and result.dtype in _16_BITS:
+            return args[0].float()
+        return tree_map_only(Tensor, _wide, result)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _16_BITS else tensor
+
+
+def unrounded(mod: Mod) -> Mod:
+    """Return a modification that does not round values in 16 bits."""
+
+    def call(*args: Tensor) -> Tensor:
+        with Unrounded():
+            return mod(*args)
+
+    return call
+
+
 def sum_dtype(captured: Tensor) -> torch.dtype:
     """Return the dtype in which the gradient of a captured tensor is summed."""
     return torch.promote_types(captured.dtype, torch.float32)

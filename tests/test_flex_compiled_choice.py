@@ -113,15 +113,27 @@ def test_any_other_score_mod_is_replaced_and_compiled(masked: bool, planned: lis
     assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
 
 
-@pytest.mark.parametrize(("emulates", "replaced"), [(False, 1), (True, 0)])
-def test_a_forward_that_rounds_scores_between_operators_keeps_its_backward(
-    emulates: bool, replaced: int, planned: list[Any]
+ROUNDING = [{"emulate_precision_casts": True}, {"triton.codegen_upcast_to_fp32": False}]  # options of Inductor
+
+
+def modified(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return torch.nn.functional.silu(s)
+
+
+@pytest.mark.parametrize("options", ROUNDING, ids=["emulated", "not_upcast"])
+@pytest.mark.parametrize(
+    ("mod", "dtype", "replaced"),
+    [(modified, torch.bfloat16, 0), (modified, torch.float32, 1), (None, torch.bfloat16, 1)],
+    ids=["modified_bf16", "modified_fp32", "causal"],
+)
+def test_a_forward_that_rounds_values_in_16_bits_keeps_its_backward(
+    mod: Mod | None, dtype: torch.dtype, replaced: int, options: dict[str, bool], planned: list[Any]
 ) -> None:
-    compiled = attention(lambda s, b, h, i, j: torch.nn.functional.silu(s))
-    with config.patch(emulate_precision_casts=emulates):
-        run(compiled, leaves(SHAPE))
+    compiled = attention(mod)
+    with config.patch(options):
+        run(compiled, leaves(SHAPE, dtype))
     assert compiled.count(OURS) == replaced
-    assert not emulates or counted()[1] == {"Inductor's emulate_precision_casts rounds scores between operators": 1}
+    assert counted() == (replaced, {} if replaced else {"an option of Inductor lets it round values in 16 bits": 1})
 
 
 # Inductor's passes run while FakeTensorMode is active, where new tensors have no values. With each score_mod: a number

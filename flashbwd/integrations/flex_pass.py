@@ -117,8 +117,9 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
     query, key, value, out, lse = (_value(call[name]) for name in names)
     if not query.dtype == key.dtype == value.dtype:
         raise DeclinedError("query, key and value have different dtypes")
-    if score.text and query.dtype in ROUNDED and config.emulate_precision_casts:
-        raise DeclinedError("Inductor's emulate_precision_casts rounds scores between operators")
+    rounds = config.emulate_precision_casts or not config.triton.codegen_upcast_to_fp32
+    if rounds and _has_values_in_16_bits(mask, score, query.dtype):
+        raise DeclinedError("an option of Inductor lets it round values in 16 bits")
     if query.device.type in _COMPUTED_BY_THE_REFERENCE:
         return
     if query.device.type != "cuda":
@@ -130,6 +131,13 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
         _plan(call["scale"], mask, score, (out, query, key, value, out, lse, dlse), call["deterministic"])
     except UnsupportedError as reason:
         raise DeclinedError(str(reason)) from None
+
+
+def _has_values_in_16_bits(mask: Mask, score: Score, dtype: torch.dtype) -> bool:
+    """Whether a modification computes in 16 bits. In PyTorch's graph, the score has the dtype of the query."""
+    if (score.text and dtype in ROUNDED) or "float16" in mask.text + score.text:
+        return True
+    return any(_value(node).dtype in ROUNDED for node in (*mask.captures, *score.captures))
 
 
 def _plan(

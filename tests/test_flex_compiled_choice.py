@@ -217,14 +217,19 @@ DECLINED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "prescale": ("PRESCALE_QK rounds the query", {"kernel_options": {"PRESCALE_QK": True}}),
     "backend": ("asks for BACKEND 'FLASH'", {"kernel_options": {"BACKEND": "FLASH"}}),
+    "precision": (
+        "sets FLOAT32_PRECISION",
+        {"kernel_options": {"FLOAT32_PRECISION": "'ieee'"}, "dtype": torch.float32},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", sorted(DECLINED))
 def test_other_calls_stay_pytorchs_and_are_counted_with_the_reason(case: str, planned: list[Any]) -> None:
-    words, options = DECLINED[case]
+    words, given = DECLINED[case]
+    options = dict(given)
+    inputs = leaves(options.get("shape", SHAPE), options.pop("dtype", torch.bfloat16))
     compiled = attention(**options)
-    inputs = leaves(options.get("shape", SHAPE))
     run(compiled, inputs)
     run(compiled, inputs)
     assert (compiled.count(OURS), compiled.count(PYTORCHS), planned) == (0, 1, [])

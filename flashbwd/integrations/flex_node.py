@@ -93,6 +93,9 @@ def call_of(node: Node) -> dict[str, Any]:
         raise DeclinedError(f"kernel_options asks for BACKEND {options['BACKEND']!r}")
     if options.get("PRESCALE_QK") or options.get("bwd_PRESCALE_QK"):
         raise DeclinedError("PRESCALE_QK rounds the query before the products")
+    is_float32 = call["query"].meta["val"].dtype == torch.float32
+    if is_float32 and any(f"{prefix}FLOAT32_PRECISION" in options for prefix in ("", "fwd_", "bwd_")):
+        raise DeclinedError("kernel_options sets FLOAT32_PRECISION")
     return call
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flashbwd.flex.mask_bits import evaluate, unpack
+from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.tile import Tile
 from flashbwd.mods.in_graph import bound
-from flashbwd.reference.decoding import PARTIAL, DecodingCall, decoding_backward
+from flashbwd.reference.decoding import PARTIAL, DecodingCall, decoding_backward, decoding_forward
 from flashbwd.reference.modifications import unrounded
 
 Mod = Callable[..., Tensor]
@@ -151,15 +151,80 @@ def test_the_reference_after_pytorchs_forward_does_not_round(dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda x: x.half().shape, torch.Size([2])),
         (lambda x: x.half() + 1, torch.tensor([1.1, 1.2])),
         (lambda x: x.to(torch.bfloat16).exp(), torch.tensor([0.1, 0.2]).exp()),
         (lambda x: x.type(torch.half) * x.bfloat16(), torch.tensor([0.1, 0.2]) ** 2),
         (lambda x: torch.ops.aten._to_copy.default(x, dtype=torch.half), torch.tensor([0.1, 0.2])),
         (lambda x: x.double().half().double(), torch.tensor([0.1, 0.2]).double()),
-        (lambda x: x.int().half(), torch.tensor([0.0, 0.0])),
+        (lambda x: (x.int() + 2049).half(), torch.tensor([2049.0, 2049.0])),
+        (lambda x: x.type("torch.HalfTensor"), torch.tensor([0.1, 0.2])),
+        (lambda x: torch.full_like(x, 0.3, dtype=torch.half), torch.tensor([0.3, 0.3])),
+        (lambda x: x + torch.ops.aten.scalar_tensor(0.3, dtype=torch.bfloat16), torch.tensor([0.4, 0.5])),
+        (lambda x: torch.ops.aten.to.dtype(x, torch.half), torch.tensor([0.1, 0.2])),
+        (lambda x: torch.ops.prims.convert_element_type(x, torch.half), torch.tensor([0.1, 0.2])),
     ],
 )
-def test_no_function_rounds(function: Callable[[Tensor], object], expected: Any) -> None:
-    got = unrounded(function)(torch.tensor([0.1, 0.2]))
-    assert torch.equal(got, expected) if isinstance(expected, Tensor) else got == expected
+def test_no_function_rounds(function: Callable[[Tensor], Tensor], expected: Tensor) -> None:
+    assert torch.equal(unrounded(function)(torch.tensor([0.1, 0.2])), expected)
+
+
+def test_what_inductor_rounds_stays_rounded() -> None:
+    got = unrounded(lambda x: x + torch.tensor(0.3, dtype=torch.half))(torch.zeros(()))
+    assert torch.equal(got, torch.tensor(0.3, dtype=torch.half).float())
+
+
+def test_writing_to_a_cast_does_not_write_to_its_source() -> None:
+    def mod(x: Tensor) -> Tensor:
+        half = x.to(torch.half)
+        half *= 0.5
+        return x + half
+
+    assert torch.equal(unrounded(mod)(torch.tensor([2.0])), torch.tensor([3.0]))
+
+
+def test_parts_of_a_large_tensor_are_not_copied_to_float32() -> None:
+    table = torch.arange(24).half().view(2, 3, 4)
+    dtypes = []
+
+    def mod(i: Tensor) -> Tensor:
+        part = table[0].view(-1)
+        dtypes.append(part.dtype)
+        return part[i] * 1.1
+
+    got = torch.vmap(unrounded(mod))(torch.arange(12))
+    assert dtypes == [torch.half]
+    assert torch.equal(got, torch.arange(12) * 1.1)
+
+
+@pytest.mark.parametrize("name", ["cast", "product", "activation"])
+def test_slopes_of_alibi_are_not_rounded(name: str) -> None:
+    rates, exact = RATES[:4].bfloat16(), RATES[:4].bfloat16().double()
+    mods: dict[str, tuple[Mod, Tensor]] = {
+        "cast": (
+            lambda s, b, h, q, k: s - ((h + 1) * 0.1).to(torch.bfloat16).float() * (q - k).abs(),
+            torch.arange(1, 5) * 0.1,
+        ),
+        "product": (lambda s, b, h, q, k: s - (rates[h] * 0.3).float() * (q - k).abs(), exact * 0.3),
+        "activation": (lambda s, b, h, q, k: s - rates[h].sigmoid().float() * (q - k).abs(), exact.sigmoid()),
+    }
+    mod, want = mods[name]
+    change = score_change_of(mod)
+    assert change is not None and change.alibi is not None
+    got = Slopes(change.alibi, mod, 1, 4).tensor(torch.device("cpu"))
+    torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=0)
+
+
+def test_contributions_to_the_gradient_of_a_captured_tensor_are_not_rounded() -> None:
+    """In fp16 each is less than half of its smallest number, and the sum, which is rounded, is several of them."""
+    table = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    q, k, v, dout = (torch.randn(1, 4, 30, 8, generator=torch.Generator().manual_seed(1)) for _ in range(4))
+    results = []
+    for dtype in (torch.float16, torch.float32):
+        leaf = table.detach().to(dtype).requires_grad_()
+        call = DecodingCall(lambda s, b, h, i, j, leaf=leaf: s + leaf[j % 4], None, 1.0, unrounded=True)  # type: ignore[misc]
+        out, lse, _ = decoding_forward(call, q, k, v)
+        *_, (grad,) = decoding_backward(call, q, k, v, out, lse, dout * 2e-7, None, [leaf])
+        results.append(grad)
+    smallest = torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
+    assert results[1].abs().max() > 3 * smallest
+    torch.testing.assert_close(results[0].float(), results[1], rtol=0, atol=smallest / 2)

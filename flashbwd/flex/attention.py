@@ -297,6 +297,7 @@ def check_call(
         prescale=options.get("PRESCALE_QK", False),
         rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
         mask_captured=tuple(mask_captured),
+        unrounded=query.is_cuda,  # there, PyTorch compiles the forward
     )
     read = [*(tensor for tensor in captured if not tensor.requires_grad), *mask_captured, *lists]
     return call, [tensor for tensor in captured if tensor.requires_grad], read

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kernel_lists_of
-from flashbwd.flex.forward import pytorch_has_a_kernel
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.reference.decoding import DecodingCall, decoding_backward
 
@@ -65,7 +63,6 @@ def gradients(
         )
     except UnsupportedError as reason:
         on_refusal(reason)
-    call = dataclasses.replace(call, unrounded=pytorch_has_a_kernel(query))  # as the forward was
     with torch.no_grad(), arguments.without_autocast(query.device):
         *grads, found = decoding_backward(call, q, k, v, out, lse, dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))

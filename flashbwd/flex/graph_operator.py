@@ -86,7 +86,7 @@ def call_of(
         size = (block_size[0], block_size[1])
         blocks = GraphMask(*lists, size, lengths, bound(mask_mod, mask_captures, numbers))  # type: ignore[arg-type, call-arg]
     score = bound(score_mod, score_captures) if score_mod else None
-    return DecodingCall(score, blocks, scale, mask_captured=tuple(mask_captures))
+    return DecodingCall(score, blocks, scale, mask_captured=tuple(mask_captures), unrounded=True)
 
 
 def _lists_of(

@@ -19,7 +19,7 @@ from flashbwd.mods.captures import CannotEmitError, Captures
 from flashbwd.mods.trace import trace
 from flashbwd.mods.values import Bias, OfBatchAndHead, Sum
 from flashbwd.reference.decoding import Mod
-from flashbwd.reference.modifications import GatherByIndex, run_mod
+from flashbwd.reference.modifications import GatherByIndex, run_mod, unrounded
 
 __all__ = ["Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
 
@@ -128,7 +128,7 @@ class Slopes:
         q = torch.zeros((), device=device, dtype=torch.int32)
         k = q + (self.alibi.offset - 1)
         batch, head = (torch.arange(n, device=device, dtype=torch.int32) for n in (self.batch, self.heads))
-        mod = torch.vmap(self.score_mod, in_dims=(None, None, 0, None, None))
+        mod = torch.vmap(unrounded(self.score_mod), in_dims=(None, None, 0, None, None))
         if self.alibi.by_batch:
             mod = torch.vmap(mod, in_dims=(None, 0, None, None, None))
         else:

@@ -53,7 +53,7 @@ class DecodingCall:
     mask_captured : tuple of Tensor
         The tensors that ``mask_mod`` captures, if the caller has found them.
     unrounded : bool
-        The modifications do not round values in 16 bits.
+        The modifications do not round values in 16 bits, as if Inductor had compiled them.
     """
 
     score_mod: Mod | None
@@ -311,7 +311,7 @@ def decoding_backward(
     x = _Operands(call, q, k, v)
     dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
     dcaptured = [torch.zeros_like(t, dtype=sum_dtype(t)) for t in captured]
-    leaves = LeavesFor(captured)
+    leaves = LeavesFor(captured, not call.unrounded)
     delta = x.q.new_zeros(lse.shape, dtype=x.dtype)
     if dout is not None:
         delta = delta + (dout.to(x.dtype) * out.to(x.dtype)).sum(-1)

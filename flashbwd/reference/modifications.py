@@ -67,11 +67,13 @@ class LeavesFor(TorchFunctionMode):
     """Replaces each of these tensors by a leaf when a function reads it.
 
     The gradient of a captured tensor then stops at the leaf, even if another captured tensor was its input. The leaves
-    of 16-bit tensors are float32, and elements are rounded after they are gathered, so that no sum is made in 16 bits.
+    of 16-bit tensors are float32, so that no sum is made in 16 bits. With ``rounds``, elements are in 16 bits again
+    after they are gathered, and so is each contribution to their gradient.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], rounds: bool = True) -> None:
         super().__init__()
+        self._rounds = rounds
         self._leaves = {id(t): t.detach().to(sum_dtype(t)).requires_grad_() for t in tensors}
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -81,38 +83,60 @@ class LeavesFor(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _GATHERS and id(args[0]) in self._leaves:
-            return func(self._leaves[id(args[0])], *args[1:]).to(args[0].dtype)
+            return self._like(args[0], func(self._leaves[id(args[0])], *args[1:]))
         args, kwargs = tree_map_only(Tensor, self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         leaf = self._leaves.get(id(tensor))
-        return tensor if leaf is None else leaf.to(tensor.dtype)
+        return tensor if leaf is None else self._like(tensor, leaf)
+
+    def _like(self, tensor: Tensor, leaf: Tensor) -> Tensor:
+        return leaf.to(tensor.dtype) if self._rounds else leaf
 
 
-_CASTS = (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, torch.ops.aten._to_copy.default)
 _16_BITS = (torch.float16, torch.bfloat16)
+_CASTS = (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, torch.ops.aten._to_copy.default)
+_CONSTANTS = (torch.tensor, torch.as_tensor)  # Inductor's kernels read their values as they are, in 16 bits
+# Functions that choose elements of a tensor, which may be large. Their results are exact.
+_CHOICES = frozenset(
+    {"__getitem__", "index", "select", "slice", "narrow", "gather", "index_select", "take", "take_along_dim", "detach"}
+    | {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "permute", "transpose", "unbind"}
+    | {"movedim", "alias", "clone", "contiguous"}
+)
 
 
 class Unrounded(TorchFunctionMode):
-    """Computes values in 16 bits in float32, and does not round them, as Inductor's kernels do."""
+    """Computes values in 16 bits in float32, and does not round them, as Inductor's kernels do.
+
+    A function is called on scalars: parts of captured tensors have dimensions, and stay as they are.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") == "__get__":  # an attribute, such as shape
+        name = str(getattr(func, "__name__", "")).split(".")[0]
+        if name == "__get__":  # an attribute, such as shape
             return func(*args, **kwargs)
-        if func not in _GATHERS:  # a gather reads a few elements of a tensor that may be large
+        if name not in _CHOICES:
             args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+            if func not in (*_CASTS, *_CONSTANTS):  # makes or converts values
+                args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, kwargs))
         result = func(*args, **kwargs)
-        if func in _CASTS and result.dtype in _16_BITS:
-            return args[0].float()
-        return tree_map_only(Tensor, _wide, result)
+        if not isinstance(result, Tensor) or result.dtype not in _16_BITS:
+            return result
+        if func in _CASTS:
+            return args[0].to(torch.float32, copy=True)
+        return result.float() if result.dim() == 0 else result
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _16_BITS else tensor
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _16_BITS else dtype
 
 
 def unrounded(mod: Mod) -> Mod:

@@ -74,8 +74,8 @@ struct PlainScores {
 
  protected:
   // Exponentials before the branch of a mask. ptxas moves nothing over a branch, and what comes after it to where the
-  // warps would compute dS alone, so that exponentials and dS share the time: up to 4 % faster. P of 64 queries is
-  // needed at once, for dV.
+  // warps would compute dS alone, so that exponentials and dS share the time: up to 4 % faster. With kEarlyDv, P is
+  // needed at once.
   static constexpr int kBeforeMask = Traits::kEarlyDv ? kValues : kValues / 2;
 
   // Exponents of visible scores become P, all others 0.

@@ -196,8 +196,8 @@ def test_parts_of_a_large_tensor_are_not_copied_to_float32() -> None:
     assert torch.equal(got, torch.arange(12) * 1.1)
 
 
-@pytest.mark.parametrize("name", ["cast", "product", "activation"])
-def test_slopes_of_alibi_are_not_rounded(name: str) -> None:
+@pytest.mark.parametrize("name", ["cast", "product", "activation", "slopes", "scaled_slopes"])
+def test_slopes_of_alibi_are_known_and_not_rounded(name: str) -> None:
     rates, exact = RATES[:4].bfloat16(), RATES[:4].bfloat16().double()
     mods: dict[str, tuple[Mod, Tensor]] = {
         "cast": (
@@ -206,6 +206,8 @@ def test_slopes_of_alibi_are_not_rounded(name: str) -> None:
         ),
         "product": (lambda s, b, h, q, k: s - (rates[h] * 0.3).float() * (q - k).abs(), exact * 0.3),
         "activation": (lambda s, b, h, q, k: s - rates[h].sigmoid().float() * (q - k).abs(), exact.sigmoid()),
+        "slopes": (lambda s, b, h, q, k: s - rates[h] * (q - k).abs(), exact),
+        "scaled_slopes": (lambda s, b, h, q, k: s - rates[h] * 0.3 * (q - k).abs(), exact * 0.3),
     }
     mod, want = mods[name]
     change = score_change_of(mod)

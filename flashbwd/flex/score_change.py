@@ -71,7 +71,7 @@ def score_change_of(score_mod: Mod) -> ScoreChange | None:
 
 def _recognised(score_mod: Mod, captures: Captures) -> ScoreChange | None:
     try:
-        score = recognise_score(trace("score_mod", score_mod, True), captures)
+        score = recognise_score(trace("score_mod", unrounded(score_mod), True), captures)
     except CannotEmitError:
         return None
     if score is None or score.bounds.all or not math.isfinite(score.softcap):

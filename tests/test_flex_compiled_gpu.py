@@ -158,31 +158,33 @@ def silu(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def steep(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    return s + (h + 1).to(torch.bfloat16) / 7 * (i - j).abs().to(torch.bfloat16) * -0.07
+    return s - (h + 1) * 0.01 * (i - j).abs()
 
 
-@pytest.mark.parametrize("mod", [silu, steep])
+IN_16_BITS: dict[str, tuple[Mod, Mod]] = {  # and what they compute without a rounding
+    "activation": (silu, silu),
+    "slopes": (lambda s, b, h, i, j: s - ((h + 1) * 0.01).to(torch.bfloat16) * (i - j).abs(), steep),
+    "distances": (lambda s, b, h, i, j: s - (h + 1) * 0.01 * (i - j).abs().to(torch.bfloat16), steep),
+}
+
+
+@pytest.mark.parametrize("mod", IN_16_BITS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_16_bit_values_in_a_score_mod_cost_no_accuracy(compiled: bool, dtype: torch.dtype, mod: Mod) -> None:
+def test_16_bit_values_in_a_score_mod_cost_no_accuracy(compiled: bool, dtype: torch.dtype, mod: str) -> None:
     """PyTorch's forward does not round them. A backward that did would belong to other scores than its LSE."""
-    case = Case("none", small(64, heads_kv=4, seqlen_q=2048, seqlen_k=2048), dtype, mod)
+    function, exact = IN_16_BITS[mod]
+    case = Case("none", small(64, heads_kv=4, seqlen_q=2048, seqlen_k=2048), dtype, function)
     pytorchs = case.gradients(torch.compile(case.attend, fullgraph=True))
     torch._dynamo.reset()
     if compiled:
         ours = case.gradients(torch.compile(case.attend, fullgraph=True, options=inductor.options()))
         assert counted() == (1, {})
     else:
-        ours = case.gradients(lambda q, k, v, _: (flashbwd.flex_attention(q, k, v, mod), torch.empty(0)))
-    exact_case = replace(case, mod=exact_of(mod))
-    for got, plain, want in zip(ours, pytorchs, exact_case.exact(), strict=True):
+        ours = case.gradients(lambda q, k, v, _: (flashbwd.flex_attention(q, k, v, function), torch.empty(0)))
+    for got, plain, want in zip(ours, pytorchs, replace(case, mod=exact).exact(), strict=True):
         mean, allowed = ((x.double() - want).abs().mean() for x in (got, plain))
         assert mean <= 1.1 * allowed
-
-
-def exact_of(mod: Mod) -> Mod:
-    """Return what a modification computes without a rounding."""
-    return silu if mod is silu else lambda s, b, h, i, j: s + (h + 1) / 7 * (i - j).abs() * -0.07
 
 
 @pytest.mark.parametrize("head_dim", [128, 192])

@@ -27,7 +27,7 @@ from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, backend_op
 from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of
-from flashbwd.mods.operators import ROUNDED
+from flashbwd.reference.modifications import IN_16_BITS
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
 
@@ -135,9 +135,9 @@ def _check_backend(call: dict[str, Any], mask: Mask, score: Score) -> None:
 
 def _has_values_in_16_bits(mask: Mask, score: Score, dtype: torch.dtype) -> bool:
     """Whether a modification computes in 16 bits. In PyTorch's graph, the score has the dtype of the query."""
-    if (score.text and dtype in ROUNDED) or "float16" in mask.text + score.text:
+    if (score.text and dtype in IN_16_BITS) or "float16" in mask.text + score.text:
         return True
-    return any(_value(node).dtype in ROUNDED for node in (*mask.captures, *score.captures))
+    return any(_value(node).dtype in IN_16_BITS for node in (*mask.captures, *score.captures))
 
 
 def _plan(

@@ -23,14 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from flashbwd._ops import library
 from flashbwd.mods.captures import FixedMod
 from flashbwd.reference.decoding import Blocks, DecodingCall
-from flashbwd.reference.modifications import Mod, accumulator
+from flashbwd.reference.modifications import IN_16_BITS, Mod, accumulator
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]  # out, lse, max_scores, and out in the accumulation dtype
 Forward = Callable[[DecodingCall, Tensor, Tensor, Tensor, bool], Results]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor, list[Tensor]]]
 
 _NAME = "flashbwd_flex_decoding"
-_ROUNDED = (torch.float16, torch.bfloat16)  # dtypes whose output is rounded from the accumulation dtype
 _KNOWN_NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan, "NoneType": type(None)}
 
 
@@ -253,7 +252,7 @@ def apart(tensor: Tensor, *others: Tensor) -> Tensor:
 
 def _exact_size(query: Tensor, value: Tensor, exact: bool) -> tuple[int, ...]:
     """Return the shape of the unrounded output: empty if it is not requested, or equal to the rounded one."""
-    return (*query.shape[:3], value.shape[3]) if exact and query.dtype in _ROUNDED else (0,)
+    return (*query.shape[:3], value.shape[3]) if exact and query.dtype in IN_16_BITS else (0,)
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Results:

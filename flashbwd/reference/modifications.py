@@ -95,7 +95,7 @@ class LeavesFor(TorchFunctionMode):
         return leaf.to(tensor.dtype) if self._rounds else leaf
 
 
-_16_BITS = (torch.float16, torch.bfloat16)
+IN_16_BITS = (torch.float16, torch.bfloat16)
 _CASTS = (Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.type_as, torch.ops.aten._to_copy.default)
 _CONSTANTS = (torch.tensor, torch.as_tensor)  # Inductor's kernels read their values as they are, in 16 bits
 # Functions that choose elements of a tensor, which may be large. Their results are exact.
@@ -124,7 +124,7 @@ class Unrounded(TorchFunctionMode):
             if func not in (*_CASTS, *_CONSTANTS):  # makes or converts values
                 args, kwargs = tree_map_only(torch.dtype, _wide_dtype, (args, kwargs))
         result = func(*args, **kwargs)
-        if not isinstance(result, Tensor) or result.dtype not in _16_BITS:
+        if not isinstance(result, Tensor) or result.dtype not in IN_16_BITS:
             return result
         if func in _CASTS:
             return args[0].to(torch.float32, copy=True)
@@ -132,11 +132,11 @@ class Unrounded(TorchFunctionMode):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in _16_BITS else tensor
+    return tensor.float() if tensor.dtype in IN_16_BITS else tensor
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _16_BITS else dtype
+    return torch.float32 if dtype in IN_16_BITS else dtype
 
 
 def unrounded(mod: Mod) -> Mod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -74,6 +75,27 @@ def test_an_entry_without_a_kernel_is_compiled_again(
     entry.write_bytes(hashlib.sha256(cubin).digest() + cubin)
     assert nvrtc.cubin_of("source", OPTIONS) == (cubin or b"of source")
     assert compiler == ["source"] * (1 if cubin else 2)
+
+
+def test_a_kernel_is_found_on_disk_and_then_in_memory(
+    compiler: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_loaded", {})
+    monkeypatch.setattr(nvrtc, "load_kernel", lambda *_: 7)
+    monkeypatch.setattr(nvrtc.torch.cuda, "device", lambda _: contextlib.nullcontext())
+
+    def where() -> str | None:
+        return nvrtc.cache_of("source", "f", 0, "sm_90a")
+
+    assert where() is None and not compiler
+    nvrtc.cubin_of("source", nvrtc.compiler_options("sm_90a"))
+    assert where() == "disk"
+    assert nvrtc.kernel_of("source", "f", 0, 0, "sm_90a") == 7
+    assert where() == "memory"
+    assert nvrtc.cache_of("source", "f", 1, "sm_90a") == "disk"
+    assert nvrtc.cache_of("source", "f", 1, "sm_80") is None
+    assert compiler == ["source"]
 
 
 @pytest.mark.parametrize(("cuda", "major"), [("12.8", 12), ("13.0", 13), (None, 13)])

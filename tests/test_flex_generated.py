@@ -19,6 +19,7 @@ from test_flex_lists import dense
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import flashbwd
 from flashbwd.flex import backends, generated
 from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
 from flashbwd.flex.generated import Kernel
@@ -88,6 +89,33 @@ def test_any_score_mod_is_compiled(on_a_gpu: Callable[..., Tensor]) -> None:
 def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:
     call = choose(on_a_gpu, lambda s, b, h, q, k: 5 * torch.tanh(s / 5), [])
     assert (call.operator, call.score_mod) == (torch.ops.flashbwd.attention_backward, None)
+
+
+def test_a_forced_backend_applies_to_every_kind_of_call(on_a_gpu: Callable[..., Tensor]) -> None:
+    for mod in (doubled, lambda s, b, h, q, k: 5 * torch.tanh(s / 5)):
+        with flashbwd.use_backend("sm80"):
+            assert choose(on_a_gpu, mod, []).options["backend"] == "sm80"
+        assert "backend" not in choose(on_a_gpu, mod, []).options
+        with flashbwd.use_backend("reference"), pytest.raises(UnsupportedError, match="is in effect"):
+            choose(on_a_gpu, mod, [])
+
+
+@pytest.mark.parametrize("where", [None, "disk", "memory"])
+def test_a_plan_says_what_is_compiled_and_where_it_is(
+    where: str | None, on_a_gpu: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {"backend": "sm90", "config": 0, "refusals": {}, "workspace_bytes": 4, "deterministic": False}
+    monkeypatch.setattr(backends.KernelCall, "_plan", lambda *_: plan)
+    monkeypatch.setattr(backends, "_lists", any_lists)
+    monkeypatch.setattr(nvrtc, "cache_of", lambda *_: where)
+    q, lse = on_a_gpu(2, 4, 300, 64), torch.empty(2, 4, 300, device="cuda")
+
+    def planned(mod: Mod) -> flashbwd.FlexPlan:
+        return flashbwd.plan_flex_attention_backward(q, q, q, q, q, lse, score_mod=mod)
+
+    assert planned(doubled) == flashbwd.FlexPlan("sm90", {}, 4, compiled=True, cache=where, deterministic=False)
+    softcap = planned(lambda s, b, h, q, k: 5 * torch.tanh(s / 5))
+    assert not softcap.compiled and softcap.cache is None
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

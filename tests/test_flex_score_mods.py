@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashbwd
-from flashbwd.flex import gradients
+from flashbwd.flex import generated, gradients
+from flashbwd.mods import nvrtc
 
 pytestmark = pytest.mark.gpu
 Mod = Callable[..., Tensor]
@@ -47,7 +49,7 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
     shift = case.seqlen_k - 1
     mods: dict[str, tuple[Mod, list[Tensor]]] = {
         "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
-        "cap_and_slope": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) - rates[b, h] * (i - j).abs() / 16, []),
+        "cap_and_decay": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) - rates[b, h] * (i - j).abs().float().sqrt(), []),
         "branches": (lambda s, b, h, i, j: torch.where(i > j, s.sigmoid() * 4, torch.sin(s) + s), []),
         "signed_alibi": (lambda s, b, h, i, j: s + scales[h] / 16 * (j - i), []),
         "hides": (lambda s, b, h, i, j: torch.where((i - j).abs() < 170, s, -float("inf")), []),
@@ -73,16 +75,20 @@ class Problem:
     block_mask: BlockMask | None
     backend: str = "sm90"
 
-    def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor, dict[str | int, Tensor]]:
+    def arguments(self, *, deterministic: bool) -> tuple[list[Tensor], dict[str, Any]]:
         mod, _ = score_mod(self.name, self.case, "cuda")
-        options: dict[str, Any] = {"score_mod": mod, "block_mask": self.block_mask, "enable_gqa": True}
-        plan = flashbwd.plan_flex_attention_backward(
-            self.dout, *self.inputs, self.out, self.lse, deterministic=deterministic, **options
-        )
-        assert plan.backend == self.backend, plan.reasons
-        return flashbwd.flex_attention_backward(
-            self.dout, *self.inputs, self.out, self.lse, dlse=self.dlse, deterministic=deterministic, **options
-        )
+        options = {"score_mod": mod, "block_mask": self.block_mask, "enable_gqa": True, "deterministic": deterministic}
+        return [self.dout, *self.inputs, self.out, self.lse], options
+
+    def plan(self, *, deterministic: bool = False) -> flashbwd.FlexPlan:
+        tensors, options = self.arguments(deterministic=deterministic)
+        return flashbwd.plan_flex_attention_backward(*tensors, **options)
+
+    def run(self, *, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor, dict[str | int, Tensor]]:
+        plan = self.plan(deterministic=deterministic)
+        assert plan.backend == self.backend and plan.compiled, plan
+        tensors, options = self.arguments(deterministic=deterministic)
+        return flashbwd.flex_attention_backward(*tensors, dlse=self.dlse, **options)
 
 
 def scores(case: Case, name: str, q: Tensor, k: Tensor, on: str) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -169,9 +175,9 @@ CASES = [
     ("relative_bias", Case("causal", head_dim=64)),
     small("relative_bias", Case("random_pairs", seqlen_q=260, seqlen_k=385, head_dim=48, dtype=torch.float16)),
     ("relative_bias", Case("random_blocks", seqlen_q=1024, seqlen_k=640)),
-    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000)),
-    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, heads_kv=1, dlse=True)),
-    ("cap_and_slope", Case("full", seqlen_q=1, seqlen_k=1, head_dim=64)),
+    ("cap_and_decay", Case("documents", seqlen_q=1000, seqlen_k=1000)),
+    ("cap_and_decay", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=64, heads_kv=1, dlse=True)),
+    ("cap_and_decay", Case("full", seqlen_q=1, seqlen_k=1, head_dim=64)),
     ("branches", Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=96)),
     ("branches", Case("full", seqlen_q=515, seqlen_k=515, head_dim=64, dtype=torch.float16)),
     ("signed_alibi", Case("prefix", seqlen_q=300, seqlen_k=300, head_dim=64)),  # later keys are visible
@@ -187,8 +193,8 @@ CASES = [
     ("relative_bias", Case("full", head_dim=192)),
     small("relative_bias", Case("random_pairs", seqlen_q=260, seqlen_k=385, head_dim=256, dtype=torch.float16)),
     ("relative_bias", Case("random_blocks", seqlen_q=1024, seqlen_k=640, head_dim=160)),
-    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=192, head_dim_v=128, heads_kv=1)),
-    ("cap_and_slope", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=256, dlse=True)),
+    ("cap_and_decay", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=192, head_dim_v=128, heads_kv=1)),
+    ("cap_and_decay", Case("documents", seqlen_q=1000, seqlen_k=1000, head_dim=256, dlse=True)),
     ("branches", Case("full", seqlen_q=515, seqlen_k=515, head_dim=192, dtype=torch.float16)),
     ("branches", Case("prefix", seqlen_q=777, seqlen_k=777, head_dim=64, head_dim_v=250)),
     ("hides", Case("causal", seqlen_q=600, seqlen_k=600, head_dim=256)),
@@ -231,17 +237,28 @@ def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
     assert all(x.isfinite().all() for x in (*grads, *captured.values()))
 
 
+def test_a_plan_finds_a_kernel_on_disk_and_then_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHBWD_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "_loaded", {})
+    p = build(Case("full", seqlen_q=128, seqlen_k=128, head_dim=64), "relative_bias")
+    generated._kernel.cache_clear()
+    assert p.plan().cache is None
+    p.run()
+    assert p.plan().cache == "memory"
+    nvrtc._loaded.clear()
+    assert p.plan().cache == "disk"
+
+
 def test_sm90_calls_can_be_captured_in_a_graph_after_the_first_call() -> None:
     check_graph(build(Case("documents", seqlen_q=1024, seqlen_k=1024), "relative_bias"))
 
 
 def check_graph(p: Problem) -> None:
     """A graph of a deterministic call, captured after a first call, repeats it bit for bit."""
-    mod, _ = score_mod(p.name, p.case, "cuda")
-    options: dict[str, Any] = {"score_mod": mod, "block_mask": p.block_mask, "enable_gqa": True, "deterministic": True}
+    tensors, options = p.arguments(deterministic=True)
 
     def run() -> Any:
-        return flashbwd.flex_attention_backward(p.dout, *p.inputs, p.out, p.lse, **options)
+        return flashbwd.flex_attention_backward(*tensors, **options)
 
     expected = run()
     torch.cuda.synchronize()

@@ -68,9 +68,9 @@ class FlexPlan:
     workspace_bytes : int
         Bytes of scratch memory on the device, except the temporary tensors of the reference.
     compiled : bool
-        Whether the first call with these modifications compiles a kernel.
+        Whether ``score_mod`` is compiled at run time, because no kernel of the package computes it.
     cache : str, optional
-        Where the compiled kernel comes from, if one is needed.
+        Where that compiled kernel is: "memory" or "disk". None: the next call compiles it, or nothing is compiled.
     deterministic : bool
         Whether repeated calls give equal bits.
     """
@@ -253,12 +253,19 @@ def plan_flex_attention_backward(
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     try:
-        plan = backends.choose(call, query, key, value, captured, order).plan(
-            out if dout is None else dout, query, key, value, out, lse, dlse
-        )
+        kernel_call = backends.choose(call, query, key, value, captured, order)
+        plan = kernel_call.plan(out if dout is None else dout, query, key, value, out, lse, dlse)
+        cache = kernel_call.cache(plan, query)
     except UnsupportedError as reason:
         return FlexPlan("reference", dict.fromkeys(("sm90", "sm80", "short"), str(reason)))
-    return FlexPlan(plan["backend"], plan["refusals"], plan["workspace_bytes"], deterministic=plan["deterministic"])
+    return FlexPlan(
+        plan["backend"],
+        plan["refusals"],
+        plan["workspace_bytes"],
+        compiled=kernel_call.score_mod is not None,
+        cache=cache,
+        deterministic=plan["deterministic"],
+    )
 
 
 # ---- the computation ----

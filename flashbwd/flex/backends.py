@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from flashbwd import _ops
+from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.generated import GeneratedScoreMod, Kernel, generated, kernel_of_plan
-from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, backend_option, kernel_tile
+from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import Recent
@@ -69,6 +70,16 @@ class KernelCall:
         if self.slopes is not None:  # a plan reads only the shape
             options["alibi_slopes"] = torch.empty(self.slopes.shape, dtype=torch.float32, device=query.device)
         return self._plan(operands, options, query.device.index if device is None else device)
+
+    def cache(self, plan: dict[str, Any], query: Tensor) -> str | None:
+        """Return where the compiled kernel of a plan is: "memory", "disk", or None if the next call compiles it.
+
+        None if nothing is compiled. Raises :class:`UnsupportedError` if nothing can be compiled.
+        """
+        if self.score_mod is None:
+            return None
+        kernel = kernel_of_plan(plan, self.options.get("allow_tf32", False))
+        return self.score_mod.cache(kernel, query.dtype, query.device.index)
 
     def gradients(
         self, dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
@@ -194,6 +205,8 @@ def choose(
     """
     if not query.is_cuda:
         raise UnsupportedError("query is on the CPU")
+    if backend_option() == "reference":
+        raise UnsupportedError('use_backend("reference") is in effect')
     if call.prescale:
         raise UnsupportedError("PRESCALE_QK rounds the query before the products")
     # PyTorch takes up to 1 us to read an option, so those with their default values are left out.
@@ -202,7 +215,8 @@ def choose(
         options["deterministic"] = True
     if _ops.allow_tf32(query):
         options["allow_tf32"] = True
-    forced = {} if (backend := backend_option()) == "auto" else {"backend": backend}  # of a call with lists
+    if (backend := backend_option()) != "auto":
+        options["backend"] = backend
     change = _change_of_build(call, query, key) if recognise and not captured else None
     slopes = None
     if change is not None:
@@ -215,12 +229,12 @@ def choose(
         tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
         lists = _lists(lists_of, call, query, key, tile)
         if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            return KernelCall(*_operators(name), of_build | forced, lists, slopes)
+            return KernelCall(*_operators(name), of_build, lists, slopes)
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
     lists = _lists(lists_of, call, query, key, _tile(name, query, value))
-    return KernelCall(*_operators(name), options | forced, lists, score_mod=score_mod)
+    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
 
 
 def _operators(name: str) -> tuple[Any, Any]:

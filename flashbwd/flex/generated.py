@@ -66,6 +66,17 @@ class GeneratedScoreMod:
         }
         return arguments, gradients
 
+    def cache(self, kernel: Kernel, dtype: torch.dtype, device: int) -> str | None:
+        """Return where the kernel is: "memory", "disk", or None if it must be compiled.
+
+        Raises :class:`UnsupportedError` if nothing can be compiled.
+        """
+        try:
+            source = kernel_source(self.gradient.source, kernel, dtype)
+            return nvrtc.cache_of(source, _NAME, device, ARCHITECTURES[kernel.backend])
+        except nvrtc.CompilationError as error:
+            raise UnsupportedError(str(error)) from error
+
 
 def generated(score_mod: Mod, differentiable: Sequence[Tensor], deterministic: bool) -> GeneratedScoreMod:
     """Return ``score_mod`` as CUDA. Raises :class:`UnsupportedError` if that is not possible."""

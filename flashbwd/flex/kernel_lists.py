@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from flashbwd import _attention_arguments, _ops
+from flashbwd import _ops
 from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
@@ -60,12 +60,6 @@ class KernelLists(NamedTuple):
 
 
 REFUSALS = ("cannot run this", "no kernel takes this call")  # csrc/attention/plan.cpp
-
-
-def backend_option() -> str:
-    """Return the option ``backend`` of the operators for a call with a block mask, as ``use_backend`` forces it."""
-    backend = _attention_arguments.backend()
-    return backend if backend in ("sm80", "sm90") else "auto"
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from flashbwd import _ops
+from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex import backends, counts, graph_operator
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, backend_option
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of

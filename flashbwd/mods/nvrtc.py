@@ -147,21 +147,33 @@ def cubin_of(source: str, options: Sequence[str]) -> bytes:
     An entry starts with the SHA-256 of the rest. It is written under a temporary name and then renamed, so that
     processes that share the folder see a complete entry or none.
     """
+    path = _entry_of(source, options)
+    if path is None:
+        return compile_source(source, options)
+    cubin = _read(path)
+    if cubin is None:
+        cubin = compile_source(source, options)
+        with contextlib.suppress(OSError):  # read-only or full disk: the source is compiled again next time
+            _write(path, hashlib.sha256(cubin).digest() + cubin)
+    return cubin
+
+
+def _entry_of(source: str, options: Sequence[str]) -> Path | None:
+    """Return the file of a source in the disk cache, which need not exist. None if there is no such cache."""
     folder = cache_folder()
     if folder is None:
-        return compile_source(source, options)
+        return None
     key = hashlib.sha256("\0".join([repr(nvrtc_version()), *options, source]).encode()).hexdigest()
-    path = folder / f"{key}.cubin"
+    return folder / f"{key}.cubin"
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the cubin of an entry, or None if there is no intact one."""
     try:
         entry = path.read_bytes()
-        if len(entry) > 32 and hashlib.sha256(entry[32:]).digest() == entry[:32]:
-            return entry[32:]
     except OSError:
-        pass
-    cubin = compile_source(source, options)
-    with contextlib.suppress(OSError):  # read-only or full disk: the source is compiled again next time
-        _write(path, hashlib.sha256(cubin).digest() + cubin)
-    return cubin
+        return None
+    return entry[32:] if len(entry) > 32 and hashlib.sha256(entry[32:]).digest() == entry[:32] else None
 
 
 def _write(path: Path, entry: bytes) -> None:
@@ -201,14 +213,38 @@ def kernel_of(
     CompilationError
         If NVRTC is missing or rejects the source, or the driver cannot load the kernel.
     """
-    key = hashlib.sha256(source.encode()).digest(), name, device
+    key = _key(source, name, device)
     with _lock:
         if key not in _loaded:
-            major, minor = torch.cuda.get_device_capability(device)
-            options = compiler_options(architecture or f"sm_{major}{minor}")
+            options = _options_for(device, architecture)
             with torch.cuda.device(device):
                 _loaded[key] = load_kernel(cubin_of(source, options), name, shared_bytes)
         return _loaded[key]
+
+
+def cache_of(source: str, name: str, device: int, architecture: str | None = None) -> str | None:
+    """Return where :func:`kernel_of` finds a kernel: "memory", "disk", or None if it must be compiled.
+
+    Raises
+    ------
+    CompilationError
+        If NVRTC is missing.
+    """
+    if _key(source, name, device) in _loaded:
+        return "memory"
+    path = _entry_of(source, _options_for(device, architecture))
+    return "disk" if path is not None and _read(path) is not None else None
+
+
+def _key(source: str, name: str, device: int) -> tuple[bytes, str, int]:
+    return hashlib.sha256(source.encode()).digest(), name, device
+
+
+def _options_for(device: int, architecture: str | None) -> list[str]:
+    if architecture is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        architecture = f"sm_{major}{minor}"
+    return compiler_options(architecture)
 
 
 def includes(*names: str) -> str:

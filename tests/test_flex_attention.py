@@ -10,7 +10,7 @@ from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flashbwd
 from flashbwd.flex import backends
@@ -83,6 +83,29 @@ def test_gradients_of_inputs_and_captured_tensors_pass_gradcheck(masked: bool) -
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
     assert torch.autograd.gradcheck(attention, leaves(*shape.tensors(torch.float64), factors, bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_auxiliary_outputs_agree_with_the_formula(wanted: tuple[bool, bool]) -> None:
+    q, k, v = SHAPE.tensors(torch.float64)
+    mask = kit.block_mask(lambda b, h, q, k: (q >= k) & (q > 3), SHAPE, block=64)
+    request = AuxRequest(lse=wanted[0], max_scores=wanted[1])
+    out, found = flashbwd.flex_attention(q, k, v, kit_softcap, mask, enable_gqa=True, return_aux=request)  # type: ignore[misc]
+    products = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * SHAPE.head_dim**-0.5
+    rows, columns = torch.arange(SHAPE.seqlen_q)[:, None], torch.arange(SHAPE.seqlen_k)
+    scores = kit_softcap(products).masked_fill(~((rows >= columns) & (rows > 3)), -torch.inf)
+    torch.testing.assert_close(found.lse, scores.logsumexp(-1) if wanted[0] else None)
+    torch.testing.assert_close(found.max_scores, scores.amax(-1) if wanted[1] else None)
+    assert torch.equal(out, attend([q, k, v], kit_softcap, mask)[0])
+
+
+def test_the_largest_scores_of_a_differentiable_call_have_no_gradient() -> None:
+    inputs = leaves(*SHAPE.tensors(torch.float64))
+    options: Any = {"enable_gqa": True, "return_aux": AuxRequest(lse=True, max_scores=True)}
+    out, found = flashbwd.flex_attention(*inputs, kit_softcap, **options)  # type: ignore[misc]
+    assert found.lse.requires_grad and not found.max_scores.requires_grad
+    grads = torch.autograd.grad(loss(out, found.lse), inputs)
+    torch.testing.assert_close(grads, torch.autograd.grad(loss(*attend(inputs, kit_softcap)), inputs), rtol=0, atol=0)
 
 
 def test_the_backward_function_names_the_gradients_of_captured_tensors() -> None:
@@ -222,6 +245,8 @@ def test_empty_sequences_have_gradients_of_zero(sizes: tuple[int, int]) -> None:
     out, lse = attend(inputs)
     assert not out.any() and bool((lse == -torch.inf).all())
     assert not any(g.any() for g in torch.autograd.grad(out.sum(), inputs))
+    results: Any = flashbwd.flex_attention(*inputs, enable_gqa=True, return_aux=AuxRequest(max_scores=True))
+    assert bool((results[1].max_scores == -torch.inf).all())
 
 
 def test_the_plan_names_the_reference_and_why_no_kernel_runs() -> None:

@@ -10,7 +10,7 @@ import torch
 from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
 
 import flashbwd
 
@@ -104,9 +104,12 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
         {"score_mod": lambda s, b, h, q, k: s + META[h]},
         "score_mod captures a tensor on meta, expected query's cpu",
     ),
+    "both_requests": ({"return_lse": True, "return_aux": AuxRequest()}, "return_lse and return_aux are both given"),
+    "request": ({"return_aux": True}, "return_aux is True, expected"),
     "unknown_option": ({"kernel_options": {"BLOCK_X": 1}}, "kernel_options has an unknown key 'BLOCK_X'"),
 }
 
+OF_THE_FORWARD = {"unknown_option", "both_requests", "request"}
 BAD_GRADIENTS: dict[str, tuple[Arguments, str]] = {
     "dout": ({"dout": torch.zeros(2, 4, 40, 15)}, r"dout has shape \(2, 4, 40, 15\), expected \(2, 4, 40, 16\)"),
     "out": ({"out": None}, "out is None, expected a tensor"),
@@ -132,7 +135,7 @@ def test_the_error_of_flex_attention_names_the_bad_argument(case: str) -> None:
 
 
 @pytest.mark.parametrize("function", [flashbwd.flex_attention_backward, flashbwd.plan_flex_attention_backward])
-@pytest.mark.parametrize("case", [*sorted(BAD_GRADIENTS), *sorted(set(BAD) - {"unknown_option"})])
+@pytest.mark.parametrize("case", [*sorted(BAD_GRADIENTS), *sorted(set(BAD) - OF_THE_FORWARD)])
 def test_the_errors_of_backward_and_plan_name_the_bad_argument(case: str, function: Any) -> None:
     change, message = {**BAD, **BAD_GRADIENTS}[case]
     call = good()

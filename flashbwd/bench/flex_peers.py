@@ -96,7 +96,8 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
     def prepare(case: FlexCase, x: AttentionInputs) -> Prepared:
         q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
         with torch.no_grad(), _where_pytorch_starts():
-            out, lse = flashbwd.flex_attention(q, k, v, **_options(case, x), return_lse=True)
+            results: Any = flashbwd.flex_attention(q, k, v, **_options(case, x), return_lse=True)
+        out, lse = results
         options = _options(case, x) | {"deterministic": deterministic}  # the forward may have kept lists of its mask
         start = _now(x)
         plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, lse, **options)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
@@ -94,8 +94,9 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: Mapping[str, Any] | None = None,
     *,
+    return_aux: AuxRequest | None = None,
     deterministic: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
     """Compute ``softmax(mask(score_mod(scale * q @ k.T))) @ v``, differentiable in everything that it reads.
 
     The arguments and results are those of ``torch.nn.attention.flex_attention.flex_attention``. The forward is
@@ -123,6 +124,9 @@ def flex_attention(
         Also return the natural log-sum-exp of each row, which has a gradient too.
     kernel_options : mapping, optional
         Options of PyTorch's forward kernel.
+    return_aux : AuxRequest, optional
+        Return ``(out, AuxOutput(lse, max_scores))``, with ``None`` for a field that was not requested. Not together
+        with ``return_lse``. ``max_scores`` has no gradient.
     deterministic : bool
         Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it. In a
         compiled model it applies to backwards that this library computes (:func:`flashbwd.enable`).
@@ -131,7 +135,7 @@ def flex_attention(
     -------
     out : Tensor, (B, H, Sq, Dv)
         query's dtype and order of strides. 0 in a row that sees no key.
-    lse : Tensor, (B, H, Sq)
+    lse, max_scores : Tensor, (B, H, Sq)
         float32 (float64 for float64 inputs). -inf in a row that sees no key.
 
     Raises
@@ -142,24 +146,32 @@ def flex_attention(
         If ``score_mod`` or ``mask_mod`` raises.
     """
     _arguments.flag("deterministic", deterministic)
+    if return_lse and return_aux is not None:
+        raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
     if is_dynamo_compiling():
         if deterministic:
             kernel_options = {**(kernel_options or {}), DETERMINISTIC: True}
-        options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else None}
+        options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else return_aux}
         results = pytorch_flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
         return (results[0], results[1].lse) if return_lse else results
-    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, None)
+    arguments.check_types(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
+    )
     query, key, value = arguments.autocast(query, key, value)
     call, captured, read = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
     if wants_gradients and block_mask is not None:
         arguments.check_query_lists(block_mask)
+    need_max_scores = return_aux is not None and return_aux.max_scores
     if not wants_gradients or transforms_are_active():
-        out, lse = forward(call, kernel_options, query, key, value)
+        out, lse, max_scores = forward(call, kernel_options, need_max_scores, query, key, value)
     else:
-        out, lse = _FlexAttention.apply(
-            call, kernel_options, _requires_order(deterministic), read, query, key, value, *captured
+        order = _requires_order(deterministic)
+        out, lse, max_scores = _FlexAttention.apply(
+            call, kernel_options, need_max_scores, order, read, query, key, value, *captured
         )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 
@@ -337,14 +349,17 @@ class _FlexAttention(torch.autograd.Function):
         ctx: Any,
         call: DecodingCall,
         kernel_options: Mapping[str, Any] | None,
+        need_max_scores: bool,
         deterministic: bool,
         read: list[Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *captured: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(call, kernel_options, query, key, value)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        out, lse, max_scores = forward(call, kernel_options, need_max_scores, query, key, value)
+        if max_scores is not None:
+            ctx.mark_non_differentiable(max_scores)
         ctx.call, ctx.deterministic = call, deterministic
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
@@ -352,10 +367,10 @@ class _FlexAttention(torch.autograd.Function):
         checked = [tensor.detach() for tensor in read if not tensor.is_inference()]
         ctx.save_for_backward(query, key, value, out, lse, *captured, *checked)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
         dq, dk, dv, found = gradients(
             ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
@@ -364,4 +379,4 @@ class _FlexAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
             grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
-        return None, None, None, None, *grads
+        return None, None, None, None, None, *grads

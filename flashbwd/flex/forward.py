@@ -19,12 +19,17 @@ __all__ = ["forward"]
 
 
 def forward(
-    call: DecodingCall, kernel_options: Mapping[str, Any] | None, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the LSE of a checked call."""
+    call: DecodingCall,
+    kernel_options: Mapping[str, Any] | None,
+    need_max_scores: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the output, the LSE and, if needed, the largest score of each row of a checked call."""
     if query.numel() == 0 or key.numel() == 0:
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulator(query.dtype))
-        return query.new_zeros((*query.shape[:3], value.shape[3])), lse
+        return query.new_zeros((*query.shape[:3], value.shape[3])), lse, lse.clone() if need_max_scores else None
     if pytorch_has_a_kernel(query):
         from torch._dynamo import config
 
@@ -32,18 +37,28 @@ def forward(
         options = None if kernel_options is None else dict(kernel_options)
         # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores block lists.
         with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):
-            out, lse = compiled(query, key, value, call.score_mod, call.block_mask, call.scale, options)
-        return out, lse
+            given = call.score_mod, call.block_mask, call.scale, options, need_max_scores
+            out, lse, max_scores = compiled(query, key, value, *given)
+        return out, lse, max_scores
     with arguments.without_autocast(query.device):
-        out, lse, _ = decoding_forward(call, query, key, value)
+        out, lse, max_scores = decoding_forward(call, query, key, value)
+    if not need_max_scores:
+        max_scores = None
     if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
-        return out.to(query.dtype), lse
-    return shaped_like_query(query, value.shape[3]).copy_(out), lse
+        return out.to(query.dtype), lse, max_scores
+    return shaped_like_query(query, value.shape[3]).copy_(out), lse, max_scores
 
 
 def _pytorchs_forward(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float, options: Any
-) -> tuple[Tensor, Tensor]:
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    options: Any,
+    need_max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     results: Any = pytorch_flex_attention(
         query,
         key,
@@ -53,9 +68,9 @@ def _pytorchs_forward(
         scale,
         enable_gqa=True,
         kernel_options=options,
-        return_aux=AuxRequest(lse=True),
+        return_aux=AuxRequest(lse=True, max_scores=need_max_scores),
     )
-    return results[0], results[1].lse
+    return results[0], results[1].lse, results[1].max_scores
 
 
 def pytorch_has_a_kernel(query: Tensor) -> bool:

@@ -231,8 +231,9 @@ def context_parallel_flex_attention(
     check_call(query, keys, values, local_mod, mask, scale, enable_gqa, kernel_options)
     _arguments.flag("deterministic", deterministic)
     key, value = _KeysOfOthers.apply(key, value, split)
-    options: dict[str, Any] = {"return_lse": return_lse, "kernel_options": kernel_options}
-    return flex_attention(query, key, value, local_mod, mask, scale, enable_gqa, **options, deterministic=deterministic)
+    options: dict[str, Any] = {"kernel_options": kernel_options, "deterministic": deterministic}
+    results: Any = flex_attention(query, key, value, local_mod, mask, scale, enable_gqa, return_lse, **options)
+    return results
 
 
 def _stand_in(tensor: Tensor, rows: int) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -218,11 +218,10 @@ def _attend(
         return_lse=sinks is not None,
         kernel_options=kernel_options,
     )
-    if isinstance(result, Tensor):
-        out = result
+    if sinks is None:
+        out = cast("Tensor", result)
     else:
-        assert sinks is not None
-        out = _with_sinks(*result, sinks)
+        out = _with_sinks(*cast("tuple[Tensor, Tensor]", result), sinks)
     return out.transpose(1, 2).contiguous()
 
 

@@ -218,10 +218,7 @@ def _attend(
         return_lse=sinks is not None,
         kernel_options=kernel_options,
     )
-    if sinks is None:
-        out = cast("Tensor", result)
-    else:
-        out = _with_sinks(*cast("tuple[Tensor, Tensor]", result), sinks)
+    out = cast("Tensor", result) if sinks is None else _with_sinks(*cast("tuple[Tensor, Tensor]", result), sinks)
     return out.transpose(1, 2).contiguous()
 
 

@@ -15,6 +15,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flashbwd.flex.attention as flex
 from flashbwd.integrations import transformers as integration
 from flashbwd.integrations import transformers_flex
+from flashbwd.mods.captures import Captures
+from flashbwd.mods.trace import trace
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 from test_transformers import (  # noqa: E402
@@ -352,6 +354,16 @@ def test_any_other_mask_is_added_to_the_scores(shape: tuple[int, ...]) -> None:
     q, k, v = (tensor.requires_grad_() for tensor in attention_tensors(5, 9))
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64, requires_grad=True)
     assert_gradients(attend(bias, q, k, v, is_causal=True), dense(q, k, v, bias[..., :9]), q, k, v, bias)
+
+
+@pytest.mark.parametrize("shape", MASK_SHAPES)
+def test_a_kernel_can_compute_every_score_mod(shape: tuple[int, ...]) -> None:
+    """It can be traced, because it reads single elements of what it captures, and has a key, so it is traced once."""
+    bias = torch.empty(shape, device="meta")
+    for biases in ([bias], [bias, bias[..., :9].contiguous()]):
+        mod = transformers_flex._score_mod(0.8, biases)
+        assert Captures(mod).key is not None
+        trace("score_mod", mod, True)
 
 
 def test_keys_beyond_the_mask_are_not_read() -> None:

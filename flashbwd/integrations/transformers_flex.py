@@ -74,32 +74,37 @@ def _causal_mask(seqlen_q: int, seqlen_k: int, window: int | None, device: torch
 def _dense_mask(mask: Tensor, seqlen_q: int, seqlen_k: int) -> BlockMask:
     """Return the BlockMask of booleans (B or 1, H or 1, Sq or 1, at least Sk)."""
 
-    def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return _element(mask, b, h, q_idx, kv_idx)
-
-    return create_block_mask(visible, mask.shape[0], mask.shape[1], seqlen_q, seqlen_k, device=mask.device)
+    return create_block_mask(_reader(mask), mask.shape[0], mask.shape[1], seqlen_q, seqlen_k, device=mask.device)
 
 
 _kept_causal_mask = functools.lru_cache(maxsize=32)(_causal_mask)
 _kept_dense_mask = OncePerTensor(_dense_mask)
 
 
-def _element(tensor: Tensor, *indices: Tensor) -> Tensor:
-    """Return ``tensor[indices]``; a dimension of size 1 is broadcast."""
-    kept = tuple(index for index, size in zip(indices, tensor.shape, strict=True) if size > 1)
-    return tensor.squeeze()[kept] if kept else tensor.squeeze()
+def _reader(tensor: Tensor) -> Callable[..., Tensor]:
+    """Return ``(b, h, q_idx, kv_idx) -> element of tensor``. A dimension of size 1 is broadcast."""
+    flat = tensor.squeeze()  # not in the function, which becomes part of a kernel that reads single elements only
+    varies = tuple(size > 1 for size in tensor.shape)
+
+    def read(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        indices = (b, h, q_idx, kv_idx)
+        kept = tuple(index for index, kept in zip(indices, varies, strict=True) if kept)
+        return flat[kept] if kept else flat
+
+    return read
 
 
 def _score_mod(softcap: float | None, biases: list[Tensor]) -> Callable[..., Tensor] | None:
     """Return the score_mod that applies a softcap and then adds the biases; None if there are neither."""
     if not softcap and not biases:
         return None
+    readers = tuple(map(_reader, biases))
 
     def modified(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        for bias in biases:
-            score = score + _element(bias, b, h, q_idx, kv_idx)
+        for read in readers:
+            score = score + read(b, h, q_idx, kv_idx)
         return score
 
     return modified

@@ -46,6 +46,8 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
     rates = torch.rand(case.batch, case.heads, generator=generator).to(device, torch.bfloat16)
     scales = (1 + torch.rand(case.heads, generator=generator)).to(device)
     keys = torch.randn(case.seqlen_k, generator=generator).to(device)
+    pairs = torch.randn(case.heads, case.seqlen_q, case.seqlen_k, generator=generator)
+    pairs = pairs.to(device, case.dtype if name.endswith("_16") else torch.float32)
     shift = case.seqlen_k - 1
     mods: dict[str, tuple[Mod, list[Tensor]]] = {
         "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
@@ -54,9 +56,12 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
         "signed_alibi": (lambda s, b, h, i, j: s + scales[h] / 16 * (j - i), []),
         "hides": (lambda s, b, h, i, j: torch.where((i - j).abs() < 170, s, -float("inf")), []),
         "trained_relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], [table]),
+        "pair_bias": (lambda s, b, h, i, j: s + pairs[h, i, j], []),
+        "trained_pair_bias": (lambda s, b, h, i, j: s + pairs[h, i, j], [pairs]),
+        "capped_pair_bias": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) + pairs[h, i, j], [pairs]),
         "trained_scale": (lambda s, b, h, i, j: s * scales[h] + keys[j] * rates[b, h], [scales, keys]),
     }
-    mod, differentiable = mods[name]
+    mod, differentiable = mods[name.removesuffix("_16")]
     for tensor in differentiable:
         tensor.requires_grad_()
     return mod, differentiable

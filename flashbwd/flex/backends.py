@@ -13,6 +13,7 @@ from torch import Tensor
 from flashbwd import _ops
 from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex.cache import kernel_lists_of
+from flashbwd.flex.captured_bias import CapturedBias
 from flashbwd.flex.generated import GeneratedScoreMod, Kernel, generated, kernel_of_plan
 from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
@@ -40,6 +41,8 @@ class KernelCall:
         Of the block mask, if there is one.
     slopes : Slopes, optional
         Of ALiBi.
+    bias : CapturedBias, optional
+        That ``score_mod`` adds. Only without lists.
     score_mod : GeneratedScoreMod, optional
         That is compiled at run time.
     """
@@ -50,6 +53,7 @@ class KernelCall:
     lists: KernelLists | None
     slopes: Slopes | None = None
     score_mod: GeneratedScoreMod | None = None
+    bias: CapturedBias | None = None
 
     def plan(
         self,
@@ -86,7 +90,7 @@ class KernelCall:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return dq, dk and dv, with the shapes of the inputs, and the gradients of captured tensors.
 
-        The latter are float32, or float64 for float64 tensors. The arguments are those of
+        The latter are float32, float64 for float64 tensors, or have the dtype of the tensor. The arguments are those of
         :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
         takes them, for example because of their alignment.
         """
@@ -99,6 +103,8 @@ class KernelCall:
             compiled, of_captured = self.score_mod.operands(query, kernel)
             options |= compiled
         grads = _run(self.operator, operands, options)
+        if self.bias is not None and self.bias.has_gradient:
+            of_captured = [self.bias.gradient(grads[3])]
         dq, dk, dv = (_like_input(grad, x) for grad, x in zip(grads[:3], (query, key, value), strict=True))
         return dq, dk, dv, of_captured
 
@@ -113,6 +119,8 @@ class KernelCall:
         if self.lists is not None:
             operands += self.lists.operands()
         options = dict(self.options)
+        if self.bias is not None:
+            options |= {"attn_bias": self.bias.view(query.device), "need_dbias": self.bias.has_gradient}
         if dlse is not None:
             options["dlse"] = dlse.to(statistics)
         return operands, options
@@ -201,7 +209,7 @@ def choose(
     Parameters
     ----------
     recognise : bool
-        Use the kernels of the build for a softcap and ALiBi. Otherwise every score_mod is compiled at run time.
+        Use the kernels of the build for a softcap, ALiBi and a bias. Otherwise every score_mod is compiled at run time.
     """
     if not query.is_cuda:
         raise UnsupportedError("query is on the CPU")
@@ -217,24 +225,51 @@ def choose(
         options["allow_tf32"] = True
     if (backend := backend_option()) != "auto":
         options["backend"] = backend
-    change = _change_of_build(call, query, key) if recognise and not captured else None
-    slopes = None
-    if change is not None:
-        of_build = options | ({"softcap": change.softcap} if change.softcap else {})
-        if call.score_mod is not None and change.alibi is not None:
-            slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
-        if call.block_mask is None:
-            return KernelCall(*_operators("attention_backward"), of_build, None, slopes)
-        name = "block_mask_attention_backward"
-        tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
-        lists = _lists(lists_of, call, query, key, tile)
-        if slopes is None or slopes.alibi.absolute or lists.hides_above_diagonal:
-            return KernelCall(*_operators(name), of_build, lists, slopes)
+    kernel = _kernel_of_build(call, query, key, value, captured, options, lists_of) if recognise else None
+    if kernel is not None:
+        return kernel
     assert call.score_mod is not None
     score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
     lists = _lists(lists_of, call, query, key, _tile(name, query, value))
     return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+
+
+def _kernel_of_build(
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: Sequence[Tensor],
+    options: dict[str, Any],
+    lists_of: ListsOf,
+) -> KernelCall | None:
+    """Return a call of the kernels that are in every build, or None if they lack ``score_mod`` or a gradient."""
+    change = ScoreChange() if call.score_mod is None else score_change_of(call.score_mod)
+    if change is None:
+        return None
+    bias = slopes = None
+    if call.score_mod is not None and change.addend is not None:
+        bias = change.addend.bias(call.score_mod, (*query.shape[:3], key.shape[2]), bool(captured))
+        if call.block_mask is not None or not bias.fits(query.dtype):
+            return None
+    if any(bias is None or tensor is not bias.tensor for tensor in captured):
+        return None
+    if call.score_mod is not None and change.alibi is not None:
+        if change.alibi.offset != key.shape[2] - query.shape[2]:  # they align the last query with the last key
+            return None
+        slopes = Slopes(change.alibi, call.score_mod, query.shape[0], query.shape[1])
+    if change.softcap:
+        options = options | {"softcap": change.softcap}
+    signed = slopes is not None and not slopes.alibi.absolute  # they take the absolute value of the distance
+    if call.block_mask is None:
+        return None if signed else KernelCall(*_operators("attention_backward"), options, None, slopes, bias=bias)
+    name = "block_mask_attention_backward"
+    tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
+    lists = _lists(lists_of, call, query, key, tile)
+    if signed and not lists.hides_above_diagonal:
+        return None
+    return KernelCall(*_operators(name), options, lists, slopes)
 
 
 def _operators(name: str) -> tuple[Any, Any]:
@@ -248,21 +283,6 @@ def _tile(name: str, query: Tensor, value: Tensor, softcap: bool = False, alibi:
     dims = query.shape[3], value.shape[3]
     device = query.device.index or 0
     return kernel_tile(f"plan_{name}", query.dtype, *dims, device, backend_option(), softcap, alibi)
-
-
-def _change_of_build(call: DecodingCall, query: Tensor, key: Tensor) -> ScoreChange | None:
-    """Return what score_mod computes, if the kernels of the build compute the same.
-
-    The distance of their ALiBi aligns the last query with the last key, and is an absolute value.
-    """
-    if call.score_mod is None:
-        return ScoreChange()
-    change = score_change_of(call.score_mod)
-    if change is None or change.alibi is None:
-        return change
-    aligned = change.alibi.offset == key.shape[2] - query.shape[2]
-    # With a block mask, no absolute value is needed if the mask hides later keys.
-    return change if aligned and (change.alibi.absolute or call.block_mask is not None) else None
 
 
 def _lists(lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:

@@ -1,4 +1,4 @@
-"""Recognises a score_mod that the kernels of every build compute: a softcap, ALiBi, or ALiBi after a softcap.
+"""Recognises a score_mod that the kernels of every build compute: a softcap, and then ALiBi and a captured bias.
 
 After the softcap, the kernels subtract ``slope * abs(q_idx + offset - kv_idx)`` with ``offset = Sk - Sq``. Without an
 absolute value, ALiBi adds ``slope * (kv_idx - q_idx - offset)``. That is the same where ``kv_idx <= q_idx + offset``.
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashbwd.flex.captured_bias import CapturedBias
 from flashbwd.flex.storages import ByStorage
 from flashbwd.mods.built_in import necessary_bounds, recognise_score
 from flashbwd.mods.captures import CannotEmitError, Captures
 from flashbwd.mods.trace import trace
-from flashbwd.mods.values import Bias, OfBatchAndHead, Sum
+from flashbwd.mods.values import Bias, OfBatchAndHead, Part, Sum
 from flashbwd.reference.decoding import Mod
 from flashbwd.reference.modifications import GatherByIndex, run_mod, unrounded
 
-__all__ = ["Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
+__all__ = ["Addend", "Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,32 @@ class Alibi:
 
 
 @dataclass(frozen=True)
+class Addend:
+    """``captured[indices]``, as :class:`~flashbwd.flex.captured_bias.CapturedBias` describes it.
+
+    Attributes
+    ----------
+    source : int or Tensor
+        Position of the captured tensor, or the tensor itself if the function has no key.
+    """
+
+    source: int | Tensor
+    indices: tuple[str | int, ...]
+
+    def bias(self, score_mod: Mod, sizes: tuple[int, int, int, int], has_gradient: bool) -> CapturedBias:
+        """Return the bias that ``score_mod``, which computes this, has now, in a call with sizes (B, H, Sq, Sk)."""
+        source = self.source
+        tensor = source if isinstance(source, Tensor) else Captures(score_mod).tensors[source]
+        return CapturedBias(tensor, self.indices, sizes, has_gradient)
+
+
+@dataclass(frozen=True)
 class ScoreChange:
-    """A softcap (0: none), and then ALiBi."""
+    """A softcap (0: none), and then ALiBi and an element of a captured tensor."""
 
     softcap: float = 0.0
     alibi: Alibi | None = None
+    addend: Addend | None = None
 
 
 _known: dict[Hashable, ScoreChange | None] = {}
@@ -76,10 +98,19 @@ def _recognised(score_mod: Mod, captures: Captures) -> ScoreChange | None:
         return None
     if score is None or score.bounds.all or not math.isfinite(score.softcap):
         return None
-    if score.bias is None:
-        return ScoreChange(score.softcap)
-    alibi = _alibi_of(score.bias, captures)
-    return None if alibi is None else ScoreChange(score.softcap, alibi)
+    alibi = None if score.bias is None else _alibi_of(score.bias, captures)
+    addend = None if score.element is None else _addend_of(score.element, captures)
+    if (alibi is None) != (score.bias is None) or (addend is None) != (score.element is None):
+        return None
+    return ScoreChange(score.softcap, alibi, addend)
+
+
+def _addend_of(element: Part, captures: Captures) -> Addend | None:
+    indices = tuple(index for index in element.indices if index is not None)
+    if captures.key is None:
+        return Addend(element.tensor, indices)
+    position = captures.position(element.tensor)
+    return None if position is None else Addend(position, indices)  # None: the function made the tensor
 
 
 def _alibi_of(bias: Bias, captures: Captures) -> Alibi | None:

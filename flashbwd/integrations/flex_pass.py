@@ -169,12 +169,13 @@ def _plan(
             scale,
         )
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
-        if any(tensor.numel() >= query.shape[2] * key.shape[2] for tensor in wanted):
-            raise UnsupportedError("PyTorch's kernel is faster for the gradient of a tensor with an element per pair")
         kernels = [backends.choose(call, query, key, value, wanted, deterministic, _any_lists)]
         if _may_need_another(kernels[0], *tensors[1:3]):
             kernels.append(backends.choose(call, query, key, value, wanted, deterministic, _any_lists, recognise=False))
         device = query.device.index or 0
+        adds = any(kernel.score_mod is not None for kernel in kernels)  # to the gradients of captured tensors
+        if adds and any(tensor.numel() >= query.shape[2] * key.shape[2] for tensor in wanted):
+            raise UnsupportedError("PyTorch's kernel is faster for the gradient of a tensor with an element per pair")
     if config.triton.cudagraphs and any(kernel.lists is not None for kernel in kernels):
         raise UnsupportedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     with unset_fake_temporarily():

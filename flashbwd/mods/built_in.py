@@ -6,10 +6,12 @@ index, functions of the head, and the score itself. A function is built in, howe
     score = cap * tanh(score / cap)                    softcap
     score = score + slope(h) * (+-k + q * n + c)       ALiBi, relative position
     score = score + slope(b, h) * abs(+-k + q * n + c) ALiBi in training, where the slope is any function
+    score = score + captured[b, h, q, k]               bias of a pair in training; b, h or both may be missing
     visible where +-k + q * n + c >= 0, and ...        causal, window, lengths; as a mask or as a score of -inf
 
 Here c is a sum of numbers and captured integers (0-d, or one per batch or head). csrc/decoding/built_in.cuh applies it.
-The kernels of flex decoding take no absolute values, and a slope only as a number, captured[h] or exp2 of a sum.
+The kernels of flex decoding take no absolute values, no bias of a pair, and a slope only as a number, captured[h] or
+exp2 of a sum.
 
 A function is recognised only if the kernel provably computes what PyTorch computes, for all values of the captured
 tensors. PyTorch's integers wrap around. ``Bound`` therefore stores a sum that may wrap around separately from terms
@@ -76,7 +78,9 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Bu
     ``captures`` belongs to both functions.
     """
     value = Score() if score is None else recognise_score(score, captures)
-    if value is None or (value.bias and (value.bias.absolute or isinstance(value.bias.slope, OfBatchAndHead))):
+    if value is None or value.element is not None:
+        return None
+    if value.bias and (value.bias.absolute or isinstance(value.bias.slope, OfBatchAndHead)):
         return None
     try:
         visible = None if mask is None else _evaluate(mask, captures)
@@ -90,7 +94,11 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Bu
 
 
 def recognise_score(score: Trace, captures: Captures) -> Score | None:
-    """Return the change of the score that a trace computes, or None. Its bias may have any slope and be absolute."""
+    """Return the change of the score that a trace computes, or None.
+
+    Unlike those of :func:`recognise`, it may add an element of a captured tensor, and its bias may have any slope and
+    be absolute.
+    """
     try:
         value = _evaluate(score, captures)
     except NotBuiltInError:

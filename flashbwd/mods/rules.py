@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from flashbwd.mods.values import (
     LinearInHead,
     OfBatchAndHead,
     OfHead,
+    Part,
     Score,
     Sum,
     Value,
@@ -40,6 +41,9 @@ def is_of(value: Value, dtype: torch.dtype) -> bool:
         return dtype == torch.float32 and (math.isinf(value) or value == 0 or 2**-60 <= abs(value) <= 2**60)
     if isinstance(value, (Tensor, OfBatchAndHead)):
         return dtype == value.dtype
+    if isinstance(value, Part):
+        exact = torch.promote_types(value.tensor.dtype, dtype) == dtype
+        return dtype == value.tensor.dtype or (dtype == torch.float32 and exact)
     return value is not None and dtype == torch.float32
 
 
@@ -60,13 +64,36 @@ def constant(value: Any) -> Value:
     return value if is_of(value, torch.int32 if isinstance(value, int) else torch.float32) else None
 
 
+def _index_of(value: Value) -> str | int | None:
+    if _is_int(value):
+        return int(value)
+    return next((name for name in "bhqk" if isinstance(value, Sum) and value.is_index(name)), None)
+
+
 def _index(source: Value, indices: list[Value]) -> Value:
-    if not isinstance(source, Tensor) or source.dim() != 1 or len(indices) != 1:
-        return None
-    index = next((name for name in "bh" if isinstance(indices[0], Sum) and indices[0].is_index(name)), "")
-    if index and source.dtype in BITS:
+    names = [_index_of(index) for index in indices]
+    if not isinstance(source, Tensor) or source.dim() != 1:
+        return _part(source, names)
+    index = names[0]
+    if index in ("b", "h") and source.dtype in BITS:
         return Sum(terms=((Captured(source, index), 1),), bits=BITS[source.dtype])
     return OfHead(captured=Captured(source, index)) if index == "h" and source.dtype == torch.float32 else None
+
+
+def _select(source: Value, dim: Value, index: Value) -> Value:
+    return _part(source, [index]) if dim == 0 and _is_int(index) else None
+
+
+def _part(source: Value, indices: Sequence[str | int | None]) -> Value:
+    """Return an element of a pair, or a part of a captured tensor of which some dimensions have no index."""
+    part = Part(source, (None,) * source.dim()) if isinstance(source, Tensor) else source
+    if not isinstance(part, Part) or len(indices) > part.indices.count(None):
+        return None
+    chosen = [index for index in indices if index is not None]
+    if len(chosen) < len(indices):
+        return None
+    part = part.select(chosen)
+    return part if None in part.indices or part.is_of_a_pair else None
 
 
 def _is_int(value: Value) -> bool:
@@ -115,10 +142,12 @@ def _as_bias(value: Value) -> Value:
 
 
 def _biased(score: Score, by: Value) -> Value:
-    by = _as_bias(by)
-    if not isinstance(by, Bias) or score.stage or score.bias is not None or score.bounds.all or not _is_key(by.sum):
+    if score.stage or score.bounds.all:
         return None
-    return replace(score, bias=by)
+    if isinstance(by, Part):
+        return replace(score, element=by) if by.is_of_a_pair and score.element is None else None
+    by = _as_bias(by)
+    return replace(score, bias=by) if isinstance(by, Bias) and score.bias is None and _is_key(by.sum) else None
 
 
 def _linear(value: Value) -> LinearInHead | None:
@@ -246,9 +275,15 @@ def _where(condition: Value, score: Value, other: Value) -> Value:
     return None if bounds is None else replace(score, bounds=bounds)
 
 
+def _detach(value: Value) -> Value:
+    return None if isinstance(value, (Score, Part)) else value  # their gradients would be 0
+
+
 RULES: dict[str, Callable[..., Value]] = {
-    **dict.fromkeys(("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy", "_to_copy"), lambda value: value),
+    **dict.fromkeys(("alias", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy"), lambda value: value),
+    "detach": _detach,
     "index": _index,
+    "select": _select,
     "add": _add,
     "sub": _subtract,
     "rsub": lambda a, b, alpha=1: _subtract(b, a) if alpha == 1 else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +71,9 @@ class Sum:
         return largest < 2 ** (self.bits - 1)
 
     def is_index(self, name: str) -> bool:
-        """Return whether the sum is just the batch index ("b") or the head index ("h")."""
-        return self == Sum(b=int(name == "b"), h=int(name == "h"), bits=self.bits)
+        """Return whether the sum is just the index of the batch ("b"), head ("h"), query ("q") or key ("k")."""
+        weights: dict[str, Any] = {name: 1}
+        return self == Sum(**weights, bits=self.bits)
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,44 @@ class Bias:
         return replace(self, slope=replace(self.slope, factor=self.slope.factor * number))
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """An element of a captured tensor, or a part of the tensor that is indexed further.
+
+    Attributes
+    ----------
+    indices : tuple
+        For each dimension: the index that selects from it ("b", "h", "q" or "k"), a number, or None if there is no
+        index yet.
+    """
+
+    tensor: Tensor
+    indices: tuple[str | int | None, ...]
+
+    def select(self, chosen: Sequence[str | int]) -> Part:
+        """Return the part with indices for the first dimensions without one."""
+        remaining = iter(chosen)
+        indices = (next(remaining, None) if index is None else index for index in self.indices)
+        return Part(self.tensor, tuple(indices))
+
+    @property
+    def is_of_a_pair(self) -> bool:
+        """Whether this is an element, of which a pair of a query and a key reads one, in a batch entry and head."""
+        once = all(self.indices.count(name) <= 1 for name in "bh")
+        return once and None not in self.indices and all(self.indices.count(name) == 1 for name in "qk")
+
+
 @dataclass(frozen=True)
 class Score:
-    """The score after ``softcap`` (0: none), ``bias`` and ``bounds``. ``stage`` is the progress of a softcap."""
+    """The score after ``softcap`` (0: none), ``bias``, ``element`` and ``bounds``.
+
+    ``stage`` is the progress of a softcap. ``element`` is added to the score.
+    """
 
     softcap: float = 0.0
     stage: str = ""  # "divided" by softcap, then "tanh", then "" (complete)
     bias: Bias | None = None
+    element: Part | None = None
     bounds: Bounds = field(default_factory=Bounds)
 
     @property
@@ -171,6 +204,8 @@ def reads_batch(value: Value) -> bool | None:
         return reads_batch(value.sum)
     if isinstance(value, OfBatchAndHead):
         return value.batch
+    if isinstance(value, Part):
+        return None if "q" in value.indices or "k" in value.indices else "b" in value.indices
     if isinstance(value, Bias):
         slope, total = reads_batch(value.slope), reads_batch(value.sum)
         return None if slope is None or total is None else slope or total

@@ -1,0 +1,183 @@
+"""A score_mod that adds an element per pair of a captured tensor has the kernels of the build, which have its gradient.
+
+GPU tests compare all gradients with float64 autograd of the dense formula.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_flex_compiled_choice import SHAPE, _on_the_cpu, attention, counted, leaves, planned, softcap  # noqa: F401
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashbwd.flex import backends
+from flashbwd.flex.captured_bias import CapturedBias
+from flashbwd.flex.kernel_lists import KernelLists
+from flashbwd.flex.score_change import score_change_of
+from flashbwd.flex.tile import Tile
+from flashbwd.reference.decoding import DecodingCall
+
+Mod = Callable[..., Tensor]
+B, H, SQ, SK = SIZES = (2, 3, 5, 7)
+ALL = [[torch.tensor(i) for i in indices] for indices in itertools.product(*map(range, SIZES))]
+
+PAIR, BY_HEAD, BY_BATCH, BOTH = torch.randn(SQ, SK), torch.randn(H, SQ, SK), torch.randn(B, SQ, SK), torch.randn(SIZES)
+REORDERED, ONE, LARGER = torch.randn(SK, H, SQ), torch.randn(1, H, SQ, SK), torch.randn(4, H + 1, SQ + 3, SK + 2)
+HALF = PAIR.half()
+SLOPES = torch.rand(H)
+
+# name: (score_mod, the tensor)
+FORMS: dict[str, tuple[Mod, Tensor]] = {
+    "pair": (lambda s, b, h, q, k: s + PAIR[q, k], PAIR),
+    "bias_first": (lambda s, b, h, q, k: PAIR[q, k] + s, PAIR),
+    "by_head": (lambda s, b, h, q, k: s + BY_HEAD[h, q, k], BY_HEAD),
+    "by_batch": (lambda s, b, h, q, k: s + BY_BATCH[b, q, k], BY_BATCH),
+    "both": (lambda s, b, h, q, k: s + BOTH[b, h, q, k], BOTH),
+    "in_steps": (lambda s, b, h, q, k: s + BOTH[b][h][q][k], BOTH),
+    "in_two_steps": (lambda s, b, h, q, k: s + BOTH[b, h][q, k], BOTH),
+    "reordered": (lambda s, b, h, q, k: s + REORDERED[k, h, q], REORDERED),
+    "number_of_one": (lambda s, b, h, q, k: s + ONE[0, h, q, k], ONE),
+    "number": (lambda s, b, h, q, k: s + LARGER[3, h, q, k], LARGER),
+    "larger": (lambda s, b, h, q, k: s + LARGER[b, h, q, k], LARGER),
+    "half": (lambda s, b, h, q, k: s + HALF[q, k].float(), HALF),
+    "half_promoted": (lambda s, b, h, q, k: s + HALF[q, k], HALF),
+    "after_a_softcap": (lambda s, b, h, q, k: 5 * torch.tanh(s / 5) + PAIR[q, k], PAIR),
+    "with_alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q + 2 - k).abs() + PAIR[q, k], PAIR),
+}
+OTHERS: dict[str, Mod] = {
+    "scaled": lambda s, b, h, q, k: s + 2 * PAIR[q, k],
+    "subtracted": lambda s, b, h, q, k: s - PAIR[q, k],
+    "before_a_softcap": lambda s, b, h, q, k: 5 * torch.tanh((s + PAIR[q, k]) / 5),
+    "two": lambda s, b, h, q, k: s + PAIR[q, k] + BY_HEAD[h, q, k],
+    "keys": lambda s, b, h, q, k: s + BY_HEAD[h, 0, k],
+    "queries": lambda s, b, h, q, k: s + BY_HEAD[h, q, 0],
+    "shifted": lambda s, b, h, q, k: s + PAIR[q - 1, k],
+    "diagonal": lambda s, b, h, q, k: s + PAIR[q, q],
+    "detached": lambda s, b, h, q, k: s + PAIR[q, k].detach(),
+    "score_detached": lambda s, b, h, q, k: s.detach() + PAIR[q, k],
+    "rounded": lambda s, b, h, q, k: s + PAIR[q, k].half(),
+    "double": lambda s, b, h, q, k: s + PAIR.double()[q, k],
+    "hidden": lambda s, b, h, q, k: torch.where(q >= k, s + PAIR[q, k], -torch.inf),
+    "made_in_the_function": lambda s, b, h, q, k: s + torch.ones(SQ, SK)[q, k],
+}
+
+
+def of_all_pairs(mod: Mod) -> Tensor:
+    """The modified scores of 0."""
+    return torch.stack([mod(torch.tensor(0.0), *indices) for indices in ALL]).view(SIZES)
+
+
+def bias_of(mod: Mod, has_gradient: bool = True) -> CapturedBias:
+    change = score_change_of(mod)
+    assert change is not None and change.addend is not None
+    return change.addend.bias(mod, SIZES, has_gradient)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_bias_of_a_pair_is_recognised_and_viewed(name: str) -> None:
+    mod, tensor = FORMS[name]
+    bias = bias_of(mod)
+    assert bias.tensor is tensor and bias.fits(torch.float16)
+    view = bias.view(tensor.device)
+    if name != "with_alibi":
+        torch.testing.assert_close(view.expand(SIZES).float(), of_all_pairs(mod))
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    like = bias.view(torch.device("meta"))
+    assert (like.shape, like.stride(), like.dtype) == (view.shape, view.stride(), view.dtype)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_gradient_of_the_view_becomes_that_of_the_tensor(name: str) -> None:
+    mod, tensor = FORMS[name]
+    bias = bias_of(mod)
+    of_pairs = torch.randn(SIZES, dtype=tensor.dtype)
+    view = bias.view(tensor.device)
+    tensor.requires_grad_()
+    try:
+        scores = of_all_pairs(mod)
+        (expected,) = torch.autograd.grad(scores, tensor, of_pairs.to(scores.dtype))
+    finally:
+        tensor.requires_grad_(False)
+    found = bias.gradient(of_pairs.float().sum_to_size(view.shape).to(tensor.dtype))
+    assert found.shape == tensor.shape
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_additions_are_not_biases(name: str) -> None:
+    change = score_change_of(OTHERS[name])
+    assert change is None or change.addend is None
+
+
+def test_a_function_without_a_key_keeps_its_tensor() -> None:
+    biases = [PAIR]
+    assert bias_of(lambda s, b, h, q, k: s + biases[0][q, k]).tensor is PAIR
+
+
+def test_the_bias_follows_the_captured_variable() -> None:
+    def adds(bias: Tensor) -> Mod:
+        return lambda s, b, h, q, k: s + bias[q, k]
+
+    first, second = adds(PAIR), adds(PAIR.clone())
+    assert bias_of(first).tensor is PAIR and bias_of(second).tensor is not PAIR
+
+
+# ---- the kernel that computes a call ----
+
+
+def chosen(mod: Mod, captured: list[Tensor], mask: Any = None, dtype: torch.dtype = torch.float16) -> Any:
+    lists = KernelLists(*[torch.empty(0)] * 3, True, Tile())
+    with FakeTensorMode():
+        query, key = (torch.empty(B, H, rows, 64, device="cuda", dtype=dtype) for rows in (SQ, SK))
+    return backends.choose(DecodingCall(mod, mask, 0.1), query, key, key, captured, False, lambda *_: lists)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Mod]:
+    """The score_mods that were compiled at run time."""
+    mods: list[Mod] = []
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
+    monkeypatch.setattr(backends, "generated", lambda mod, *_: mods.append(mod))
+    return mods
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_call_without_a_block_mask_has_the_kernel_of_the_build(trained: bool, compiled: list[Mod]) -> None:
+    mod, tensor = FORMS["by_head"]
+    call = chosen(mod, [tensor] if trained else [])
+    assert call.operator is torch.ops.flashbwd.attention_backward and compiled == []
+    assert call.bias.tensor is tensor and call.bias.has_gradient == trained
+
+
+def test_a_call_that_the_bias_does_not_fit_is_compiled(compiled: list[Mod]) -> None:
+    short, integers = torch.randn(SQ - 1, SK), torch.ones(SQ, SK, dtype=torch.int32)
+    slope, pair = FORMS["with_alibi"]
+    calls: list[tuple[Mod, list[Tensor], Any, torch.dtype]] = [
+        (FORMS["pair"][0], [PAIR], object(), torch.float16),  # a block mask
+        (slope, [SLOPES], None, torch.float16),  # the gradient of another tensor
+        (slope, [SLOPES, pair], None, torch.float16),
+        (FORMS["half"][0], [HALF], None, torch.bfloat16),
+        (lambda s, b, h, q, k: s + short[q, k], [short], None, torch.float16),
+        (lambda s, b, h, q, k: s + integers[q, k], [], None, torch.float16),
+    ]
+    for mod, captured, mask, dtype in calls:
+        assert chosen(mod, captured, mask, dtype).operator is torch.ops.flashbwd.score_mod_attention_backward
+    assert compiled == [mod for mod, *_ in calls]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_compiled_models_get_the_gradient_of_the_kernel(masked: bool, planned: list[Any]) -> None:  # noqa: F811
+    bias = torch.zeros(96, 96, dtype=torch.bfloat16, requires_grad=True)
+    compiled = attention(lambda s, b, h, i, j: softcap(s, b, h, i, j) + bias[i, j], masked)
+    inputs = leaves(SHAPE)
+    torch.autograd.grad(compiled(*inputs).float().sin().sum(), [*inputs, bias])
+    assert (counted().hits, len(planned)) == ((0, 0) if masked else (1, 1))
+    if not masked:
+        ((call, _),) = planned
+        assert call.operator is torch.ops.flashbwd.attention_backward
+        assert call.bias.has_gradient and call.options["softcap"] == 5.0

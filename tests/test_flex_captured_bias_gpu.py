@@ -15,15 +15,16 @@ from flashbwd.flex import gradients
 pytestmark = pytest.mark.gpu
 FP16, FP32 = torch.float16, torch.float32
 CASES = [
-    ("pair_bias", Case("full")),
-    ("pair_bias_16", Case("full", seqlen_q=515, seqlen_k=300, head_dim=64, heads_kv=1)),
+    ("pair_bias_16", Case("full")),
+    ("pair_bias_16", Case("full", seqlen_q=515, seqlen_k=304, head_dim=64, heads_kv=1)),
+    ("pair_bias", Case("full", seqlen_q=200, seqlen_k=200, head_dim=64, dtype=FP32)),
     ("trained_pair_bias", Case("full")),
     ("trained_pair_bias", Case("full", seqlen_q=257, seqlen_k=515, head_dim=64, dlse=True)),
     ("trained_pair_bias", Case("full", seqlen_q=300, seqlen_k=260, head_dim=192, dtype=FP16)),
     ("trained_pair_bias", Case("full", seqlen_q=200, seqlen_k=200, head_dim=64, dtype=FP32)),
     ("trained_pair_bias_16", Case("full", seqlen_q=512, seqlen_k=512)),
     ("trained_pair_bias_16", Case("full", seqlen_q=384, seqlen_k=512, head_dim=64, dtype=FP16, heads_kv=1)),
-    ("trained_pair_bias_16", Case("full", seqlen_q=1, seqlen_k=1, head_dim=64)),
+    ("trained_pair_bias_16", Case("full", seqlen_q=1, seqlen_k=9, head_dim=64)),
     ("trained_pair_bias_16", Case("full", seqlen_q=130, seqlen_k=264, head_dim=256)),
     ("capped_pair_bias", Case("full", seqlen_q=300, seqlen_k=264, head_dim=64)),
     ("capped_pair_bias_16", Case("full", seqlen_q=256, seqlen_k=256)),

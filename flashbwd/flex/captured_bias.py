@@ -32,9 +32,20 @@ class CapturedBias:
     has_gradient: bool
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels take it in a call with inputs of ``dtype``."""
+        """Return whether the kernels take it in a call with inputs of ``dtype``, faster than a compiled kernel.
+
+        A compiled kernel is faster if the bias has no gradient and TMA cannot load its rows.
+        """
         enough = (size >= self._size(index) for size, index in zip(self.tensor.shape, self.indices, strict=True))
-        return self.tensor.dtype in (dtype, torch.float32) and all(enough)
+        if self.tensor.dtype not in (dtype, torch.float32) or not all(enough):
+            return False
+        return self.has_gradient or (self.tensor.dtype == dtype and self._has_aligned_rows())
+
+    def _has_aligned_rows(self) -> bool:
+        view = self._view(self.tensor.detach())
+        elements = 16 // view.element_size()
+        strides = zip(view.shape[:3], view.stride()[:3], strict=True)
+        return view.stride(3) == 1 and all(size == 1 or stride % elements == 0 for size, stride in strides)
 
     def view(self, device: torch.device) -> Tensor:
         """Return what the call reads: (B or 1, H or 1, Sq, Sk). For the device "meta", a tensor of the same layout."""

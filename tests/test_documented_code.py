@@ -254,6 +254,14 @@ def right_gradient_of_relative_positions(names: Names, printed: str) -> None:
     assert printed == "torch.Size([4, 511])\n"
 
 
+def right_gradients_of_a_bias(names: Names, printed: str) -> None:
+    bias, q = (names[name].detach().double().requires_grad_() for name in ("bias", "q"))
+    scores = q @ names["k"].double().mT * q.shape[-1] ** -0.5 + bias
+    want = torch.autograd.grad((scores.softmax(-1) @ names["v"].double()).square().sum(), [bias, q])
+    close(names["bias"].grad, want[0], 1e-5)
+    close(names["q"].grad, want[1], 1e-5)
+
+
 def right_gradient_of_a_compiled_mask(names: Names, printed: str) -> None:
     q, k, v = (names[name].detach().double() for name in "qkv")
     hidden = torch.ones(1024, 1024, dtype=torch.bool, device=q.device).triu(1)
@@ -284,8 +292,9 @@ CHECKS: dict[str, Callable[[Names, str], None]] = {
     "docs/tutorials/deterministic.md-0": equal_gradients,
     "docs/tutorials/flex_attention.md-0": right_gradient_within_documents,
     "docs/tutorials/flex_attention.md-1": right_gradient_of_relative_positions,
-    "docs/tutorials/flex_attention.md-2": right_gradient_of_both_alibis,
-    "docs/tutorials/flex_attention.md-3": right_gradient_of_a_compiled_mask,
+    "docs/tutorials/flex_attention.md-2": right_gradients_of_a_bias,
+    "docs/tutorials/flex_attention.md-3": right_gradient_of_both_alibis,
+    "docs/tutorials/flex_attention.md-4": right_gradient_of_a_compiled_mask,
     "docs/tutorials/packed_documents.md-0": packed_output_of_each_document,
     "docs/tutorials/transformers.md-0": losses_that_fall,
     "docs/scale.md-0": right_attention_of_packed_documents,

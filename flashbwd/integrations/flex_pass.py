@@ -173,8 +173,8 @@ def _plan(
         if _may_need_another(kernels[0], *tensors[1:3]):
             kernels.append(backends.choose(call, query, key, value, wanted, deterministic, _any_lists, recognise=False))
         device = query.device.index or 0
-        adds = any(kernel.score_mod is not None for kernel in kernels)  # to the gradients of captured tensors
-        if adds and any(tensor.numel() >= query.shape[2] * key.shape[2] for tensor in wanted):
+        pairs = query.shape[2] * key.shape[2]
+        if any(tensor.numel() >= pairs for tensor in wanted) and not all(map(_is_fast_for_biases, kernels)):
             raise UnsupportedError("PyTorch's kernel is faster for the gradient of a tensor with an element per pair")
     if config.triton.cudagraphs and any(kernel.lists is not None for kernel in kernels):
         raise UnsupportedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
@@ -183,6 +183,15 @@ def _plan(
         dout, query, key, value, out, lse, dlse = metas
         for kernel in kernels:
             kernel.plan(dout, query, key, value, out, lse, dlse, device)
+
+
+def _is_fast_for_biases(kernel: backends.KernelCall) -> bool:
+    """Return whether a kernel computes the gradient of a tensor with an element per pair faster than PyTorch's.
+
+    Kernels that are compiled at run time add to it atomically, and none for Hopper computes it after a softcap
+    (docs/lab/flex_attention.md).
+    """
+    return kernel.score_mod is None and "softcap" not in kernel.options
 
 
 def _may_need_another(kernel: backends.KernelCall, query: Tensor | None, key: Tensor | None) -> bool:

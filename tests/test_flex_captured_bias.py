@@ -136,8 +136,16 @@ def test_the_bias_follows_the_captured_variable() -> None:
 # ---- the kernel that computes a call ----
 
 
-def chosen(mod: Mod, captured: list[Tensor], mask: Any = None, dtype: torch.dtype = torch.float16) -> Any:
-    lists = KernelLists(*[torch.empty(0)] * 3, True, Tile())
+ANY_LISTS = KernelLists(*[torch.empty(0)] * 3, True, Tile())
+
+
+def chosen(
+    mod: Mod | None,
+    captured: list[Tensor],
+    mask: Any = None,
+    dtype: torch.dtype = torch.float16,
+    lists: KernelLists = ANY_LISTS,
+) -> Any:
     with FakeTensorMode():
         query, key = (torch.empty(B, H, rows, 64, device="cuda", dtype=dtype) for rows in (SQ, SK))
     return backends.choose(DecodingCall(mod, mask, 0.1), query, key, key, captured, False, lambda *_: lists)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -106,7 +107,7 @@ def test_a_plan_says_what_is_compiled_and_where_it_is(
 ) -> None:
     plan = {"backend": "sm90", "config": 0, "refusals": {}, "workspace_bytes": 4, "deterministic": False}
     monkeypatch.setattr(backends.KernelCall, "_plan", lambda *_: plan)
-    monkeypatch.setattr(backends, "_lists", any_lists)
+    monkeypatch.setattr(backends, "choose", functools.partial(backends.choose, lists_of=any_lists))
     monkeypatch.setattr(nvrtc, "cache_of", lambda *_: where)
     q, lse = on_a_gpu(2, 4, 300, 64), torch.empty(2, 4, 300, device="cuda")
 

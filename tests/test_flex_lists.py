@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flashbwd.flex import mask_bits
-from flashbwd.flex.cache import lists_of
+from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.lists import KeyBlockLists, key_block_lists, longest_first
 from flashbwd.flex.tile import Tile
 
@@ -72,7 +72,6 @@ def dense(lists: KeyBlockLists, sizes: Sizes, mask_mod: Any = None) -> Tensor:
 
 
 def bits_of(lists: KeyBlockLists, index: int) -> Tensor:
-    assert lists.bits is not None
     words = lists.bits[index].tolist()
     return torch.tensor([[(row[j // 32] >> (j % 32)) & 1 for j in range(lists.tile.keys)] for row in words]).bool()
 
@@ -102,7 +101,7 @@ def test_tiles_without_a_visible_pair_are_in_no_list_and_full_tiles_have_no_bits
     assert lists.offsets.tolist() == [0, 4, 6]
     assert [divmod(entry, 2) for entry in lists.entries.tolist()] == [(0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
     assert lists.bit_tiles.tolist() == [0, 1, -1, -1, 2, 3]
-    assert lists.bits is not None and lists.bits.shape == (4, 64, 4)
+    assert lists.bits.shape == (4, 64, 4) and lists.block_states is None
 
 
 @pytest.mark.parametrize(
@@ -126,15 +125,6 @@ def test_lists_are_shared_unless_the_mask_reads_the_batch_or_head(mod: Any, batc
     assert (lists.batches, lists.heads) == (batches, heads)
     index = [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(sizes)]
     assert torch.equal(dense(lists, sizes), mod(*index).expand(sizes))
-
-
-def test_beyond_the_memory_limit_there_are_no_bits_and_every_partial_tile_stays_listed() -> None:
-    sizes = (1, 1, 256, 256)
-    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
-    within, beyond = key_block_lists(mask, sizes, limit=4 * 1024), key_block_lists(mask, sizes, limit=4 * 1024 - 1)
-    assert within.bits is not None and beyond.bits is None
-    assert beyond.entries.tolist() == [0, 2, 5, 7, 4, 6]
-    assert beyond.bytes < within.bytes
 
 
 def test_lists_that_name_blocks_beyond_the_sequence_give_positions_in_range() -> None:
@@ -169,19 +159,25 @@ def test_work_tiles_start_longest_first_within_a_section(section: int | None) ->
         assert [lengths[i] for i in part] == sorted((lengths[i] for i in part), reverse=True)
 
 
-def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes() -> None:
+@pytest.fixture
+def not_capturing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes(not_capturing: None) -> None:
     documents = torch.arange(300) // 100
     mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 300, 300, device="cpu")
     sizes = (1, 1, 300, 300)
-    first = lists_of(mask, sizes)
-    assert lists_of(mask, sizes) is first
-    assert lists_of(mask, sizes, Tile(128, 128)) is not first
+    rows = torch.zeros(1, 1, 300, 64)
+    first = kernel_lists_of(mask, [documents], rows, rows, Tile())
+    assert kernel_lists_of(mask, [documents], rows, rows, Tile()) is first
+    assert kernel_lists_of(mask, [documents], rows, rows, Tile(128, 128)) is not first
     documents[50:] = 7
-    second = lists_of(mask, sizes)
-    assert second is not first
+    assert kernel_lists_of(mask, [documents], rows, rows, Tile()) is not first
+    second = key_block_lists(mask, sizes)
     index = torch.arange(300)
     seen = documents[index[:, None]] == documents[index]
-    listed = dense(first, sizes)[0, 0].new_zeros(300, 300)
+    listed = torch.zeros(300, 300, dtype=torch.bool)
     for m, n in (
         (0, 0),
         (0, 1),
@@ -195,9 +191,10 @@ def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes() 
     assert torch.equal(dense(second, sizes)[0, 0], seen & listed)
 
 
-def test_the_lists_of_a_mask_are_freed_with_it() -> None:
+def test_the_lists_of_a_mask_are_freed_with_it(not_capturing: None) -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
-    lists = weakref.ref(lists_of(mask, (1, 1, 300, 300)))
+    rows = torch.zeros(1, 1, 300, 64)
+    entries = weakref.ref(kernel_lists_of(mask, [], rows, rows, Tile()).entries)
     del mask
     gc.collect()
-    assert lists() is None
+    assert entries() is None

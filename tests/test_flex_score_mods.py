@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashbwd
-from flashbwd.flex import generated, gradients
+from flashbwd.flex import generated, gradients, lists
 from flashbwd.mods import nvrtc
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +50,7 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
     pairs = pairs.to(device, case.dtype if name.endswith("_16") else torch.float32)
     shift = case.seqlen_k - 1
     mods: dict[str, tuple[Mod, list[Tensor]]] = {
+        "unchanged": (lambda s, b, h, i, j: s, []),
         "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
         "cap_and_decay": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) - rates[b, h] * (i - j).abs().float().sqrt(), []),
         "branches": (lambda s, b, h, i, j: torch.where(i > j, s.sigmoid() * 4, torch.sin(s) + s), []),
@@ -240,6 +241,26 @@ def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
         x[:, :, :128] = float("nan")  # the first block of queries sees no key
     *grads, captured = p.run()
     assert all(x.isfinite().all() for x in (*grads, *captured.values()))
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "cap_and_decay", "trained_scale"])
+@pytest.mark.parametrize("case", [Case("documents", seqlen_q=777, seqlen_k=777), Case("random_blocks", head_dim=64)])
+def test_a_mask_whose_bits_exceed_the_limit_is_evaluated_in_the_kernel(
+    case: Case, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    p = build(case, name)
+    check(p, p.run())
+
+
+@pytest.mark.parametrize("mask", ["causal", "random_pairs", "by_head", "prefix"])
+def test_such_a_mask_needs_no_score_mod(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    p = build(Case(mask, seqlen_q=515, seqlen_k=515), "unchanged")
+    tensors, options = p.arguments(deterministic=False)
+    options["score_mod"] = None
+    assert flashbwd.plan_flex_attention_backward(*tensors, **options).compiled
+    check(p, flashbwd.flex_attention_backward(*tensors, **options))
 
 
 def test_a_plan_finds_a_kernel_on_disk_and_then_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.captured_bias import CapturedBias
 from flashbwd.flex.generated import GeneratedScoreMod, Kernel, generated, kernel_of_plan
+from flashbwd.flex.hidden_scores import hidden_scores
 from flashbwd.flex.kernel_lists import REFUSALS, KernelLists, UnsupportedError, kernel_tile
 from flashbwd.flex.score_change import ScoreChange, Slopes, score_change_of
 from flashbwd.flex.tile import Tile
@@ -24,9 +25,8 @@ from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "ListsOf", "choose"]
 
-# (block_mask, tensors that mask_mod captures, query, key, tile) -> lists, or None if too large. Without a block_mask,
-# the lists show every pair.
-ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile], KernelLists | None]
+# (block_mask, tensors that mask_mod captures, query, key, tile) -> lists. Without a block_mask, they show every pair.
+ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile], KernelLists]
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,13 @@ def choose(
     kernel = _kernel_of_build(call, query, key, value, captured, options, lists_of) if recognise else None
     if kernel is not None:
         return kernel
-    assert call.score_mod is not None
-    score_mod = generated(call.score_mod, captured, deterministic)
     name = "score_mod_attention_backward"
-    lists = _lists(lists_of, call, query, key, _tile(name, query, value))
-    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, _tile(name, query, value))
+    score_mod = call.score_mod
+    if lists.block_states is not None:
+        score_mod = hidden_scores(score_mod, call.block_mask, lists.block_states)
+    assert score_mod is not None
+    return KernelCall(*_operators(name), options, lists, score_mod=generated(score_mod, captured, deterministic))
 
 
 def _kernel_of_build(
@@ -266,8 +268,8 @@ def _kernel_of_build(
         return None if signed else KernelCall(*_operators("attention_backward"), options, None, slopes, bias=bias)
     name = "block_mask_attention_backward"
     tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
-    lists = _lists(lists_of, call, query, key, tile)
-    if signed and not lists.hides_above_diagonal:
+    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile)
+    if lists.block_states is not None or (signed and not lists.hides_above_diagonal):
         return None
     return KernelCall(*_operators(name), options, lists, slopes)
 
@@ -283,10 +285,3 @@ def _tile(name: str, query: Tensor, value: Tensor, softcap: bool = False, alibi:
     dims = query.shape[3], value.shape[3]
     device = query.device.index or 0
     return kernel_tile(f"plan_{name}", query.dtype, *dims, device, backend_option(), softcap, alibi)
-
-
-def _lists(lists_of: ListsOf, call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile)
-    if lists is None:
-        raise UnsupportedError("the bits of block_mask would exceed the limit on memory")
-    return lists

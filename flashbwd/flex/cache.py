@@ -15,11 +15,10 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flashbwd.flex import diagonal
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists
-from flashbwd.flex.lists import DEFAULT_LIMIT, KeyBlockLists, key_block_lists
+from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
-from flashbwd.reference.modifications import mask_captures
 
-__all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "lists_of", "version_of"]
+__all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "version_of"]
 
 _Value = TypeVar("_Value")
 _State = tuple["weakref.ref[Tensor]", int, torch.Size]  # a tensor, its version and its shape
@@ -70,21 +69,6 @@ def tensors_of(block_mask: BlockMask) -> list[Tensor]:
     return [tensor for tensor in _lists_of_mask(block_mask) if tensor is not None]
 
 
-def lists_of(
-    block_mask: BlockMask,
-    sizes: tuple[int, int, int, int],
-    tile: Tile | None = None,
-    limit: int = DEFAULT_LIMIT,
-) -> KeyBlockLists:
-    """As :func:`~flashbwd.flex.lists.key_block_lists`, but computed once per BlockMask.
-
-    Python objects that ``mask_mod`` reads are assumed to stay as they were when the BlockMask was made.
-    """
-    key = ("lists", sizes, tile or Tile(), limit, block_mask.mask_mod)
-    read = [*tensors_of(block_mask), *mask_captures(block_mask.mask_mod, block_mask.kv_num_blocks.device)]
-    return kept(block_mask, key, read, lambda: key_block_lists(block_mask, sizes, tile, limit))
-
-
 @functools.lru_cache(maxsize=32)
 def visible_everywhere(seqlen_q: int, seqlen_k: int, device: torch.device) -> BlockMask:
     """Return a block mask that hides nothing: one full block."""
@@ -102,12 +86,12 @@ def kernel_lists_of(
     query: Tensor,
     key: Tensor,
     tile: Tile,
-) -> KernelLists | None:
+) -> KernelLists:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
-    None if the bits of the BlockMask would exceed the limit on memory. Raises UnsupportedError during a graph capture,
-    which cannot compute them. Without a BlockMask, every pair is visible. ``mask_captured`` are the tensors that
-    ``mask_mod`` captures.
+    Raises UnsupportedError during a graph capture, which cannot compute them. Without a BlockMask, every pair is
+    visible. ``mask_captured`` are the tensors that ``mask_mod`` captures. Python objects that it reads are assumed to
+    stay as they were when the BlockMask was made.
     """
     if block_mask is None:
         block_mask = visible_everywhere(query.shape[2], key.shape[2], query.device)
@@ -118,19 +102,17 @@ def kernel_lists_of(
 
 def kernel_lists_maker(
     block_mask: Any, query: Tensor, key: Tensor, tile: Tile
-) -> tuple[tuple[Hashable, ...], Callable[[], KernelLists | None]]:
+) -> tuple[tuple[Hashable, ...], Callable[[], KernelLists]]:
     """Return what the lists depend on besides the block mask, and the function that computes them."""
     batch, heads, seqlen_q, _ = query.shape
     sizes, heads_kv = (batch, heads, seqlen_q, key.shape[2]), key.shape[1]
 
-    def make() -> KernelLists | None:
+    def make() -> KernelLists:
         if torch.cuda.is_current_stream_capturing():
             reason = "a graph is being captured, and block_mask was in no call before"
             warnings.warn(f"flashbwd: the graph gets the slow reference backward: {reason}", stacklevel=2)
             raise UnsupportedError(reason)
         lists = key_block_lists(block_mask, sizes, tile)
-        if lists.bits is None:
-            return None
         hides_above = diagonal.hides_above(lists, key.shape[2] - seqlen_q)
         of_kernel = kernel_lists(lists, heads, heads_kv)
         return of_kernel._replace(hides_above_diagonal=hides_above)
@@ -138,8 +120,8 @@ def kernel_lists_maker(
     return (sizes, heads_kv, tile), make
 
 
-def keep_for_graph(lists: KernelLists | None) -> KernelLists | None:
+def keep_for_graph(lists: KernelLists) -> KernelLists:
     """Return the lists. If a CUDA graph is being captured, they are never freed."""
-    if lists is not None and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         _of_graphs[id(lists)] = lists
     return lists

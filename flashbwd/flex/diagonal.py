@@ -13,7 +13,7 @@ __all__ = ["hides_above"]
 def hides_above(lists: KeyBlockLists, offset: int) -> bool:
     """Return whether the mask hides every pair with ``kv_idx > q_idx + offset``. Reads sizes back from the device.
 
-    Only tiles across the diagonal or above it are looked at. Without bits the answer is False if such a tile exists.
+    Only tiles across the diagonal or above it are looked at.
     """
     tile = lists.tile
     lengths = lists.offsets.diff().long()
@@ -24,7 +24,7 @@ def hides_above(lists: KeyBlockLists, offset: int) -> bool:
     tiles, diagonal = lists.bit_tiles[crossed].long(), diagonal[crossed]
     if not tiles.numel():
         return True
-    if lists.bits is None or bool((tiles < 0).any()):  # a full tile shows the pair of its last key and first query
+    if bool((tiles < 0).any()):  # a full tile shows the pair of its last key and first query
         return False
     query = torch.arange(tile.queries, device=tiles.device).view(1, -1, 1)
     key = torch.arange(tile.keys, device=tiles.device)

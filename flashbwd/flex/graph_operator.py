@@ -32,7 +32,7 @@ __all__ = ["DETERMINISTIC", "GraphMask", "call_of"]
 DETERMINISTIC = "bwd_FLASHBWD_DETERMINISTIC"
 _NAME = "flex_attention_backward_in_graph"
 _ENTRIES = 64  # most block masks whose lists are remembered at a time
-_remembered: ByStorage[KernelLists | None] = ByStorage(_ENTRIES)
+_remembered: ByStorage[KernelLists] = ByStorage(_ENTRIES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def call_of(
 
 def _lists_of(
     mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
-) -> KernelLists | None:
+) -> KernelLists:
     """As :func:`~flashbwd.flex.cache.kernel_lists_of`, for the tensors of a graph."""
     if mask is None:
         return kernel_lists_of(None, (), query, key, tile)
@@ -102,7 +102,7 @@ def _lists_of(
 
 def _made_lists_of(
     mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
-) -> KernelLists | None:
+) -> KernelLists:
     """As :func:`_lists_of`, but computed in each call."""
     if mask is None:
         return kernel_lists_of(None, (), query, key, tile)

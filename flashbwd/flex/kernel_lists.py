@@ -52,7 +52,9 @@ class KernelLists(NamedTuple):
     bits: Tensor
     covers: bool  # every query block of every head is in a list, so sm90 need not add dq into zeros
     tile: Tile
-    hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible; not for the operator
+    # Not for the operator:
+    hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible
+    block_states: Tensor | None = None  # as in KeyBlockLists
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, bool, list[int]]:
         """Return the arguments of the operator."""
@@ -117,13 +119,9 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists
 
     Raises
     ------
-    ValueError
-        ``lists`` have no bits.
     UnsupportedError
         More than 2^16 key blocks see one query block.
     """
-    if lists.bits is None:
-        raise ValueError("lists have no bits, expected the bits of all partial tiles")
     group = heads // heads_kv
     lengths = lists.offsets.diff().long()
     owner = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
@@ -157,7 +155,8 @@ def kernel_lists(lists: KeyBlockLists, heads: int, heads_kv: int) -> KernelLists
     rows = torch.stack([order, ends - ordered, ordered, torch.zeros_like(order)], -1)
     covers = dq_tiles == lists.batches * planes * group * lists.query_blocks
     bits = registers_of_bits(lists.bits)
-    return KernelLists(rows.int(), entries[by_list].int().contiguous(), bits, covers, lists.tile)
+    entries = entries[by_list].int().contiguous()
+    return KernelLists(rows.int(), entries, bits, covers, lists.tile, block_states=lists.block_states)
 
 
 def _unravel(index: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:

@@ -23,8 +23,10 @@ Bit ``j % 32`` of word ``bits[t, i, j // 32]`` is 1 if query ``m * tile.queries 
 - In a full tile every pair is visible, and all of its queries and keys exist. A tile that reaches beyond the sequences
   is partial, and its bits there are 0. So a kernel that applies the bits needs no other bound.
 - Each m occurs at most once in a list. All positions are in range, whatever the tensors of the BlockMask hold.
-- ``bits`` is None if they would exceed the memory limit. Then a kernel must evaluate ``mask_mod`` itself in partial
-  tiles, and must hide what is beyond the sequences; a partial tile may turn out to be full or empty.
+
+If the bits would exceed the limit on memory, the lists show whole tiles: every tile that touches a block of the
+BlockMask, with all pairs that exist. Then ``block_states`` says what the kernel's ``score_mod`` must hide
+(:mod:`flashbwd.flex.hidden_scores`).
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ class KeyBlockLists:
     key_blocks, query_blocks : int
     offsets : Tensor, (batches * heads * key_blocks + 1,), int32
     entries, bit_tiles : Tensor, (offsets[-1],), int32
-    bits : Tensor, (tiles, tile.queries, tile.keys // 32), int32, optional
+    bits : Tensor, (tiles, tile.queries, tile.keys // 32), int32
+    block_states : Tensor, (B or 1, H or 1, query blocks, key blocks), int32, optional
+        ABSENT, PARTIAL or FULL for each block of the BlockMask. None if the lists hide everything that is hidden.
     """
 
     tile: Tile
@@ -68,13 +72,8 @@ class KeyBlockLists:
     offsets: Tensor
     entries: Tensor
     bit_tiles: Tensor
-    bits: Tensor | None
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        tensors = (self.offsets, self.entries, self.bit_tiles, self.bits)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    bits: Tensor
+    block_states: Tensor | None = None
 
     def lengths(self) -> Tensor:
         """Return the number of query blocks per list, (batches, heads, key_blocks) int32."""
@@ -85,7 +84,7 @@ def key_block_lists(
     block_mask: Any,
     sizes: tuple[int, int, int, int],
     tile: Tile | None = None,
-    limit: int = DEFAULT_LIMIT,
+    limit: int | None = None,
 ) -> KeyBlockLists:
     """Return the lists of a BlockMask. Reads sizes back from the device, so call it once per BlockMask.
 
@@ -97,20 +96,26 @@ def key_block_lists(
         Batch size, query heads, queries and keys of the call.
     tile : Tile, optional
         Default: 64 queries by 128 keys.
-    limit : int
-        Most bytes of bits. If more are needed, ``bits`` is None.
+    limit : int, optional
+        Most bytes of bits. Default: ``DEFAULT_LIMIT``.
     """
     tile = tile or Tile()
     batch, heads, seqlen_q, seqlen_k = sizes
+    lengths = (seqlen_q, seqlen_k)
     blocks = block_states_of_keys(block_mask, seqlen_q)
-    states = tile_states(blocks, block_mask.BLOCK_SIZE, (seqlen_q, seqlen_k), tile).transpose(2, 3)
+    tiles = tile_states(blocks, block_mask.BLOCK_SIZE, lengths, tile)
     by_batch, by_head = mask_bits.depends_on_batch_and_head(block_mask.mask_mod)
-    states = states.expand(batch if by_batch else -1, heads if by_head else -1, -1, -1).contiguous()
+    states = tiles.transpose(2, 3).expand(batch if by_batch else -1, heads if by_head else -1, -1, -1).contiguous()
     partial = (states == PARTIAL).nonzero()  # (tiles, 4): list batch, list head, n, m
-    bits: Tensor | None = torch.empty((0, tile.queries, tile.keys // 32), dtype=torch.int32, device=states.device)
-    if partial.shape[0] * tile.bytes > limit:
-        bits = None
-    elif partial.shape[0]:
+    block_states = None
+    if partial.shape[0] * tile.bytes > (DEFAULT_LIMIT if limit is None else limit):
+        block_states = blocks.int()
+        blocks = torch.full_like(blocks, FULL)
+        whole = tile_states(blocks, block_mask.BLOCK_SIZE, lengths, tile)  # partial only at the end of a sequence
+        states = (whole * (tiles != ABSENT)).transpose(2, 3).contiguous()
+        partial = (states == PARTIAL).nonzero()
+    bits = torch.empty((0, tile.queries, tile.keys // 32), dtype=torch.int32, device=states.device)
+    if partial.shape[0]:
         at = partial[:, [0, 1, 3, 2]]
         bits, any_visible, all_visible = mask_bits.evaluate(block_mask, blocks, at, sizes, tile)
         found = torch.full_like(any_visible, PARTIAL, dtype=states.dtype)
@@ -130,6 +135,7 @@ def key_block_lists(
         entries=(present.nonzero()[:, 3] * 2 + full).int(),
         bit_tiles=((~full).cumsum(0) - 1).masked_fill(full, -1).int(),
         bits=bits,
+        block_states=block_states,
     )
 
 

@@ -165,14 +165,6 @@ def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.d
     return [tensor for tensor in found.captured.values() if tensor.requires_grad]
 
 
-def mask_captures(mask_mod: Mod, device: torch.device) -> list[Tensor]:
-    """Find the tensors that ``mask_mod`` captures, by calling it once on scalars."""
-    arguments = torch.zeros(4, device=device, dtype=torch.int32).unbind()
-    with torch.no_grad(), CapturedTensors(arguments) as found:
-        run_mod("mask_mod", mask_mod, *arguments)
-    return list(found.captured.values())
-
-
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
     """Call a modification. If it raises, raise RuntimeError with the name of the modification."""
     if torch.compiler.is_compiling():

@@ -1,0 +1,36 @@
+"""A block mask as a part of the score_mod, for masks whose bits would take too much memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashbwd.reference.decoding import FULL, PARTIAL
+from flashbwd.reference.modifications import Mod
+
+__all__ = ["hidden_scores"]
+
+
+def hidden_scores(score_mod: Mod | None, block_mask: Any, block_states: Tensor) -> Mod:
+    """Return a ``score_mod`` whose score is -inf where ``block_mask`` hides a pair.
+
+    Parameters
+    ----------
+    score_mod : callable, optional
+        The score of a visible pair. Default: the score as it is.
+    block_states : Tensor, (B or 1, H or 1, query blocks, key blocks)
+        ABSENT, PARTIAL or FULL for each block of ``block_mask``. ``mask_mod`` counts in partial blocks only.
+    """
+    mask_mod = block_mask.mask_mod
+    rows, columns = block_mask.BLOCK_SIZE
+    by_batch, by_head = block_states.shape[0] > 1, block_states.shape[1] > 1
+
+    def hidden(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        state = block_states[b if by_batch else 0, h if by_head else 0, q_idx // rows, kv_idx // columns]
+        visible = (state == FULL) | ((state == PARTIAL) & mask_mod(b, h, q_idx, kv_idx))
+        modified = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+        return torch.where(visible, modified, -float("inf"))
+
+    return hidden

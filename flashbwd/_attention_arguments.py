@@ -37,15 +37,16 @@ _BACKENDS = ("auto", "sm90", "sm80", "short", "reference")
 
 
 def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
-    """Force a backend inside a ``with`` block. A call that it does not support raises ``ValueError`` with the reason.
+    """Force a backend inside a ``with`` block.
+
+    A call of attention that it does not support raises ``ValueError`` with the reason.
 
     Parameters
     ----------
     name : {"auto", "sm90", "sm80", "short", "reference"}
         Applies to the whole process, not only to the current thread. The backward of :func:`attention` uses the
         backend that was set when its forward ran. For :func:`flex_attention`, the backend counts that is set when its
-        backward runs: "sm90" and "sm80" choose the kernel of a call with a block mask or with a ``score_mod`` that is
-        compiled, and the reference computes what that kernel refuses.
+        backward runs, and the reference computes what that backend refuses.
 
     Raises
     ------

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from test_flex_compiled_choice import SHAPE, _on_the_cpu, attention, counted, leaves, planned, softcap  # noqa: F401
+from test_flex_generated import source_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashbwd.flex import backends
 from flashbwd.flex.captured_bias import CapturedBias
 from flashbwd.flex.kernel_lists import KernelLists
-from flashbwd.flex.score_change import score_change_of
+from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.tile import Tile
+from flashbwd.mods.captures import CannotEmitError
 from flashbwd.reference.decoding import DecodingCall
 
 Mod = Callable[..., Tensor]
@@ -54,6 +56,20 @@ FORMS: dict[str, tuple[Mod, Tensor]] = {
     "after_a_softcap": (lambda s, b, h, q, k: 5 * torch.tanh(s / 5) + PAIR[q, k], PAIR),
     "with_alibi": (lambda s, b, h, q, k: s - SLOPES[h] * (q + 2 - k).abs() + PAIR[q, k], PAIR),
 }
+
+
+def without_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.no_grad():
+        element = PAIR[q, k]
+    return s + element
+
+
+def in_inference_mode(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    with torch.inference_mode():
+        element = PAIR[q, k]
+    return s + element
+
+
 OTHERS: dict[str, Mod] = {
     "scaled": lambda s, b, h, q, k: s + 2 * PAIR[q, k],
     "subtracted": lambda s, b, h, q, k: s - PAIR[q, k],
@@ -64,6 +80,14 @@ OTHERS: dict[str, Mod] = {
     "shifted": lambda s, b, h, q, k: s + PAIR[q - 1, k],
     "diagonal": lambda s, b, h, q, k: s + PAIR[q, q],
     "detached": lambda s, b, h, q, k: s + PAIR[q, k].detach(),
+    "tensor_detached": lambda s, b, h, q, k: s + PAIR.detach()[q, k],
+    "data": lambda s, b, h, q, k: s + PAIR.data[q, k],
+    "without_gradient": without_gradient,
+    "in_inference_mode": in_inference_mode,
+    "beside_a_number_times_the_distance": lambda s, b, h, q, k: s - 0.5 * (q + 2 - k).abs() + PAIR[q, k],
+    "beside_a_formula_of_the_head": lambda s, b, h, q, k: s - torch.exp2(-h * 0.5) * (q + 2 - k).abs() + PAIR[q, k],
+    "beside_slopes_by_batch": lambda s, b, h, q, k: s - BOTH[b, h, 0, 0] * (q + 2 - k).abs() + PAIR[q, k],
+    "its_own_slope": lambda s, b, h, q, k: s - BY_HEAD[h, 0, 0] * (q + 2 - k).abs() + BY_HEAD[h, q, k],
     "score_detached": lambda s, b, h, q, k: s.detach() + PAIR[q, k],
     "rounded": lambda s, b, h, q, k: s + PAIR[q, k].half(),
     "double": lambda s, b, h, q, k: s + PAIR.double()[q, k],
@@ -94,6 +118,19 @@ def test_a_bias_of_a_pair_is_recognised_and_viewed(name: str) -> None:
     assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     like = bias.view(torch.device("meta"))
     assert (like.shape, like.stride(), like.dtype) == (view.shape, view.stride(), view.dtype)
+
+
+def test_the_slopes_beside_a_bias_are_those_that_the_function_captures() -> None:
+    mod, _ = FORMS["with_alibi"]
+    change = score_change_of(mod)
+    assert change is not None and change.alibi is not None
+    assert torch.equal(Slopes(change.alibi, mod, B, H).tensor(SLOPES.device), SLOPES)
+
+
+@pytest.mark.parametrize("mod", [without_gradient, in_inference_mode])
+def test_no_derivative_is_written_for_a_function_that_switches_gradients_off(mod: Mod) -> None:
+    with pytest.raises(CannotEmitError, match="score_mod switches gradients off"):
+        source_of(mod, [])
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -170,7 +207,7 @@ def test_a_trained_bias_has_the_kernel_of_the_build(compiled: list[Mod]) -> None
 def test_a_fixed_bias_has_the_kernel_of_the_build_if_tma_loads_it(compiled: list[Mod]) -> None:
     wide = random(B, H, SQ, 24).half()
     tma = [wide[..., :SK], wide[:, :, :, 8:], wide[:1].expand(B, -1, -1, -1)]
-    others = [wide.float(), wide[..., :SK].contiguous(), wide[..., ::2], wide.mT.contiguous().mT]
+    others = [wide[..., 1:], wide.float(), wide[..., :SK].contiguous(), wide[..., ::2], wide.mT.contiguous().mT]
     for bias in (*tma, *others):
         mod = lambda s, b, h, q, k, bias=bias: s + bias[b, h, q, k]  # noqa: E731
         call = chosen(mod, [])

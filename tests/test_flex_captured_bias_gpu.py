@@ -26,6 +26,9 @@ CASES = [
     ("trained_pair_bias_16", Case("full", seqlen_q=384, seqlen_k=512, head_dim=64, dtype=FP16, heads_kv=1)),
     ("trained_pair_bias_16", Case("full", seqlen_q=1, seqlen_k=9, head_dim=64)),
     ("trained_pair_bias_16", Case("full", seqlen_q=130, seqlen_k=264, head_dim=256)),
+    ("pair_bias_of_all_heads", Case("full", seqlen_q=130, seqlen_k=200, head_dim=64)),
+    ("pair_bias_by_batch", Case("full", seqlen_q=130, seqlen_k=200, head_dim=64)),
+    ("pair_bias_and_slopes", Case("full", seqlen_q=130, seqlen_k=200, head_dim=64)),
     ("capped_pair_bias", Case("full", seqlen_q=300, seqlen_k=264, head_dim=64)),
     ("capped_pair_bias_16", Case("full", seqlen_q=256, seqlen_k=256)),
 ]

@@ -46,9 +46,12 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
     rates = torch.rand(case.batch, case.heads, generator=generator).to(device, torch.bfloat16)
     scales = (1 + torch.rand(case.heads, generator=generator)).to(device)
     keys = torch.randn(case.seqlen_k, generator=generator).to(device)
-    pairs = torch.randn(case.heads, case.seqlen_q, case.seqlen_k, generator=generator)
+    rows = case.seqlen_q if "pair" in name else 0
+    pairs = torch.randn(case.heads, rows, case.seqlen_k, generator=generator)
     pairs = pairs.to(device, case.dtype if name.endswith("_16") else torch.float32)
-    shift = case.seqlen_k - 1
+    by_batch = torch.randn(case.seqlen_k, case.batch, rows, case.heads, generator=generator).to(device)
+    larger = torch.randn(case.heads + 1, rows + 3, case.seqlen_k + 8, generator=generator).to(device)
+    shift, offset = case.seqlen_k - 1, case.seqlen_k - case.seqlen_q
     mods: dict[str, tuple[Mod, list[Tensor]]] = {
         "unchanged": (lambda s, b, h, i, j: s, []),
         "relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], []),
@@ -59,6 +62,12 @@ def score_mod(name: str, case: Case, device: str) -> tuple[Mod, list[Tensor]]:
         "trained_relative_bias": (lambda s, b, h, i, j: s + table[h, i - j + shift], [table]),
         "pair_bias": (lambda s, b, h, i, j: s + pairs[h, i, j], []),
         "trained_pair_bias": (lambda s, b, h, i, j: s + pairs[h, i, j], [pairs]),
+        "pair_bias_of_all_heads": (lambda s, b, h, i, j: s + pairs[0, i, j], [pairs]),
+        "pair_bias_by_batch": (lambda s, b, h, i, j: s + by_batch[j, b, i, h], [by_batch]),
+        "pair_bias_and_slopes": (
+            lambda s, b, h, i, j: s + larger[h, i, j] - scales[h] * (i + offset - j).abs(),
+            [larger],
+        ),
         "capped_pair_bias": (lambda s, b, h, i, j: 8 * torch.tanh(s / 8) + pairs[h, i, j], [pairs]),
         "trained_scale": (lambda s, b, h, i, j: s * scales[h] + keys[j] * rates[b, h], [scales, keys]),
     }

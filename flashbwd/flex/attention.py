@@ -68,7 +68,7 @@ class FlexPlan:
     workspace_bytes : int
         Bytes of scratch memory on the device, except the temporary tensors of the reference.
     compiled : bool
-        Whether ``score_mod`` is compiled at run time, because no kernel of the package computes it.
+        Whether a kernel is compiled at run time, with ``score_mod`` or a large ``mask_mod`` in it.
     cache : str, optional
         Where that compiled kernel is: "memory" or "disk". None: the next call compiles it, or nothing is compiled.
     deterministic : bool
@@ -126,7 +126,7 @@ def flex_attention(
         Options of PyTorch's forward kernel.
     return_aux : AuxRequest, optional
         Return ``(out, AuxOutput(lse, max_scores))``, with ``None`` for a field that was not requested. Not together
-        with ``return_lse``. ``max_scores`` has no gradient.
+        with ``return_lse``. ``max_scores`` has no gradient. In a model that is compiled for a CPU, PyTorch refuses it.
     deterministic : bool
         Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it. In a
         compiled model it applies to backwards that this library computes (:func:`flashbwd.enable`).

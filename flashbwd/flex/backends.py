@@ -90,9 +90,9 @@ class KernelCall:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Return dq, dk and dv, with the shapes of the inputs, and the gradients of captured tensors.
 
-        The latter are float32, float64 for float64 tensors, or have the dtype of the tensor. The arguments are those of
-        :func:`flashbwd.flex_attention_backward`, and have been checked. Raises :class:`UnsupportedError` if no kernel
-        takes them, for example because of their alignment.
+        The gradient of ``bias`` has its dtype; those of a compiled kernel are float32, or float64 for float64 tensors.
+        The arguments are those of :func:`flashbwd.flex_attention_backward`, and have been checked. Raises
+        :class:`UnsupportedError` if no kernel takes them, for example because of their alignment.
         """
         operands, options = self._arguments(dout, query, key, value, out, lse, dlse)
         of_captured: list[Tensor] = []

@@ -44,8 +44,8 @@ class CapturedBias:
     def _has_aligned_rows(self) -> bool:
         view = self._view(self.tensor.detach())
         elements = 16 // view.element_size()
-        strides = zip(view.shape[:3], view.stride()[:3], strict=True)
-        return view.stride(3) == 1 and all(size == 1 or stride % elements == 0 for size, stride in strides)
+        steps = [stride for size, stride in zip(view.shape[:3], view.stride()[:3], strict=True) if size > 1]
+        return view.stride(3) == 1 and not any(step % elements for step in (view.storage_offset(), *steps))
 
     def view(self, device: torch.device) -> Tensor:
         """Return what the call reads: (B or 1, H or 1, Sq, Sk). For the device "meta", a tensor of the same layout."""

@@ -102,6 +102,8 @@ def _recognised(score_mod: Mod, captures: Captures) -> ScoreChange | None:
     addend = None if score.element is None else _addend_of(score.element, captures)
     if (alibi is None) != (score.bias is None) or (addend is None) != (score.element is None):
         return None
+    if addend is not None and alibi is not None and alibi.captured is None:
+        return None  # other slopes are found by evaluating the function, which adds the element too
     return ScoreChange(score.softcap, alibi, addend)
 
 

@@ -195,8 +195,13 @@ def _is_fast_for_biases(kernel: backends.KernelCall) -> bool:
 
 
 def _may_need_another(kernel: backends.KernelCall, query: Tensor | None, key: Tensor | None) -> bool:
-    """Return whether another kernel computes the call if Sk - Sq changes, because ALiBi's distance does not follow."""
+    """Return whether another kernel computes the call if a size changes.
+
+    ALiBi's distance does not follow Sk - Sq, and a bias without a gradient may get rows that are not aligned.
+    """
     assert query is not None and key is not None
+    if kernel.bias is not None and not kernel.bias.has_gradient:
+        return not all(isinstance(size, int) for size in (*query.shape, *key.shape))
     if kernel.slopes is None:
         return False
     return not statically_known_true(key.shape[2] - query.shape[2] == kernel.slopes.alibi.offset)

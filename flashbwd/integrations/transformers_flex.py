@@ -87,9 +87,9 @@ def _reader(tensor: Tensor) -> Callable[..., Tensor]:
     varies = tuple(size > 1 for size in tensor.shape)
 
     def read(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        indices = (b, h, q_idx, kv_idx)
-        kept = tuple(index for index, kept in zip(indices, varies, strict=True) if kept)
-        return flat[kept] if kept else flat
+        pairs = zip((b, h, q_idx, kv_idx), varies, strict=True)
+        indices = tuple(index for index, selects in pairs if selects)
+        return flat[indices] if indices else flat
 
     return read
 

@@ -42,8 +42,8 @@ def is_of(value: Value, dtype: torch.dtype) -> bool:
     if isinstance(value, (Tensor, OfBatchAndHead)):
         return dtype == value.dtype
     if isinstance(value, Part):
-        exact = torch.promote_types(value.tensor.dtype, dtype) == dtype
-        return dtype == value.tensor.dtype or (dtype == torch.float32 and exact)
+        own = value.tensor.dtype
+        return own.is_floating_point and (dtype == own or (dtype == torch.float32 and own.itemsize == 2))
     return value is not None and dtype == torch.float32
 
 
@@ -276,7 +276,9 @@ def _where(condition: Value, score: Value, other: Value) -> Value:
 
 
 def _detach(value: Value) -> Value:
-    return None if isinstance(value, (Score, Part)) else value  # their gradients would be 0
+    """Return None for what a kernel would give a gradient: the score, and a tensor that may be a bias."""
+    has_gradient = isinstance(value, (Score, Part)) or (isinstance(value, Tensor) and value.dim() > 1)
+    return None if has_gradient else value
 
 
 RULES: dict[str, Callable[..., Value]] = {

@@ -44,10 +44,13 @@ class Trace:
         node is a CPU tensor with the dtype and the number of dimensions of its result.
     tensors : dict of str to Tensor
         Captured tensors, and constants that the function made.
+    stops_gradients : bool
+        Whether some operators ran without gradients, as under ``torch.no_grad()``. The graph does not show which.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    stops_gradients: bool = False
 
 
 @unset_fake_temporarily()  # the recorder would also see the operators that a fake kernel calls
@@ -67,7 +70,7 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
     arguments = [recorder.argument(n, torch.float32 if n == "score" else torch.int32) for n in names]
     try:
-        with torch.no_grad(), GatherByIndex(), _NoHost(name), recorder:
+        with torch.no_grad(), GatherByIndex(), _Host(recorder), recorder:
             result = mod(*arguments)
     except CannotEmitError:
         raise
@@ -87,16 +90,22 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class _NoHost(TorchFunctionMode):
-    """Raises for methods that would read the value of a stand-in on the host without calling an operator."""
+class _Host(TorchFunctionMode):
+    """Sees what a function does without calling an operator.
 
-    def __init__(self, name: str) -> None:
+    Raises for methods that would read the value of a stand-in on the host.
+    """
+
+    def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
-        self.name = name
+        self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOST_METHODS:
-            raise CannotEmitError(f"{self.name} calls Tensor.{func.__name__}, which reads a value back from the device")
+            name = self.recorder.name
+            raise CannotEmitError(f"{name} calls Tensor.{func.__name__}, which reads a value back from the device")
+        if func is torch._C._set_grad_enabled and not args[0]:
+            self.recorder.trace.stops_gradients = True
         return func(*args, **(kwargs or {}))
 
 
@@ -141,6 +150,8 @@ class _Recorder(TorchDispatchMode):
             raise CannotEmitError(
                 f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
             )
+        if torch.is_inference_mode_enabled():
+            self.trace.stops_gradients = True
         args, kwargs = self._promoted(func, args), dict(kwargs or {})
         varies = any(id(x) in self.varying for x in tree_leaves((args, kwargs)))
         arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))

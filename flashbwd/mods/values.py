@@ -170,7 +170,7 @@ class Part:
 
     @property
     def is_of_a_pair(self) -> bool:
-        """Whether this is an element, of which a pair of a query and a key reads one, in a batch entry and head."""
+        """Whether all dimensions have an index, with "q" and "k" once and "b" and "h" at most once."""
         once = all(self.indices.count(name) <= 1 for name in "bh")
         return once and None not in self.indices and all(self.indices.count(name) == 1 for name in "qk")
 

@@ -13,15 +13,20 @@ import pytest
 import torch
 from test_flex_compiled_choice import SHAPE, _on_the_cpu, attention, counted, leaves, planned, softcap  # noqa: F401
 from test_flex_generated import source_of
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from flashbwd.flex import backends
 from flashbwd.flex.captured_bias import CapturedBias
 from flashbwd.flex.kernel_lists import KernelLists
 from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.tile import Tile
+from flashbwd.integrations import flex_node, flex_pass
 from flashbwd.mods.captures import CannotEmitError
+from flashbwd.mods.in_graph import text_of
 from flashbwd.reference.decoding import DecodingCall
 
 Mod = Callable[..., Tensor]
@@ -252,3 +257,33 @@ def test_compiled_models_get_the_gradient_of_a_kernel_that_is_faster(
         ((call, _),) = planned
         assert counted() == (1, {})
         assert call.operator is torch.ops.flashbwd.attention_backward and call.bias.has_gradient
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "trained", "kinds"),
+    [(True, False, ["build", "compiled"]), (False, False, ["build"]), (True, True, ["build"])],
+    ids=["fixed", "fixed_static", "trained"],
+)
+def test_a_graph_is_also_planned_with_the_kernel_for_rows_that_are_not_aligned(
+    dynamic: bool, trained: bool, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[backends.KernelCall] = []
+    monkeypatch.setattr(backends.KernelCall, "plan", lambda call, *_: calls.append(call))
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
+    indices = [torch.zeros((), dtype=torch.int32) for _ in range(4)]
+    element = torch.ops.aten.index.Tensor
+    traced = make_fx(lambda s, b, h, q, k, t: s + element(t, [h, q, k]))(
+        torch.zeros(()), *indices, torch.zeros(H, 4, 4)
+    )
+    shapes = ShapeEnv(duck_shape=False)
+    symbol = shapes.create_symbol(640, ConstantSource("rows"))
+    rows = shapes.create_symintnode(symbol, hint=640) if dynamic else 640
+    with FakeTensorMode(shape_env=shapes):
+        query = torch.empty(B, H, rows, 64, device="cuda", dtype=torch.float16)
+        bias = torch.empty(H, rows, rows, device="cuda", dtype=torch.float16)
+        lse = torch.empty(B, H, rows, device="cuda")
+    node = fx.Graph().placeholder("bias")
+    node.meta["val"] = bias
+    score = flex_node.Score(text_of("score_mod", traced), [node], [trained], [0])
+    flex_pass._plan(0.1, flex_node._NO_MASK, score, (query, query, query, query, query, lse, None))
+    assert ["build" if call.score_mod is None else "compiled" for call in calls] == kinds

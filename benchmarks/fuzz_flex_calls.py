@@ -28,7 +28,7 @@ HEAD_DIMS = {
 BLOCKS = (64, 128, 128, 256)
 RARE_BLOCKS = (32, 96, 192)
 LAYOUTS = ("heads first", "rows first", "rows first", "padded")  # order of the dimensions in memory
-SCORES = ("none", "softcap", "alibi", "generated", "generated", "generated")
+SCORES = ("none", "softcap", "alibi", "pair", "generated", "generated", "generated")
 # The first five masks have random block lists. The blocks of the next three follow from mask_mod.
 LISTS = ("full blocks", "blocks", "empty rows", "empty columns", "one block")
 FROM_PAIRS = ("causal", "window", "documents")
@@ -66,6 +66,7 @@ class Call:
     deterministic: bool
     broadcast: bool  # keys and values have a batch of one
     beside: str  # concurrent work on a second stream: "nothing", "products" or "calls"
+    without_bits: bool  # the kernel evaluates mask_mod, as if its bits needed too much memory
 
     @property
     def features(self) -> list[str]:
@@ -80,6 +81,7 @@ class Call:
         found += [] if self.dout else ["only dlse"]
         found += ["deterministic"] if self.deterministic else []
         found += [f"beside {self.beside}"] if self.beside != "nothing" else []
+        found += ["without bits"] if self.without_bits else []
         return found
 
     def describe(self) -> dict[str, Any]:
@@ -104,8 +106,10 @@ def draw(number: int, backend: str) -> Call:
     ):
         length_q, length_k = max(length_q * 2 // 3, 1), max(length_k * 2 // 3, 1)
     score = rng.choice(SCORES)
-    trains = mod % 2 == 0 if score == "generated" else score == "alibi" and one_in(4)
-    mask = rng.choice(MASKS)
+    trains = (
+        mod % 2 == 0 if score == "generated" else score in ("alibi", "pair") and one_in(4 if score == "alibi" else 2)
+    )
+    mask = "none" if score == "pair" and one_in(2) else rng.choice(MASKS)
     block_q = rng.choice(BLOCKS) if not one_in(8) else rng.choice(RARE_BLOCKS)
     block_k = block_q if not one_in(5) else rng.choice(BLOCKS)
     layouts = tuple(rng.choice(LAYOUTS) for _ in range(5))
@@ -117,7 +121,7 @@ def draw(number: int, backend: str) -> Call:
         mask if mask in FROM_PAIRS else rng.choice(PAIRS), block_q, block_k, one_in(3), one_in(3),
         poisoned, layouts, dout, not dout or one_in(4),
         one_in(3) and not trains, batch > 1 and not poisoned and one_in(4),
-        rng.choice(["nothing", "nothing", "nothing", "products", "calls"]),
+        rng.choice(["nothing", "nothing", "nothing", "products", "calls"]), mask != "none" and one_in(24),
     )  # fmt: skip
 
 

@@ -174,6 +174,23 @@ def generated(number: int) -> ScoreMod:
             return mod
 
 
+# Shape and index of a bias that has an element for each pair, which the kernels of every build add without a mask.
+BIASES: tuple[tuple[tuple[str | int, ...], str], ...] = (
+    (("i", "j"), "i, j"), (("h", "i", "j"), "h, i, j"), (("b", "i", "j"), "b, i, j"), ((1, "i", "j"), "0, i, j"),
+    (("b", "h", "i", "j"), "b, h, i, j"), (("j", "h", "i"), "j, h, i"), ((3, "h", "i", "j"), "1, h, i, j"),
+)  # fmt: skip
+
+
+def _with_bias_of_a_pair(call: Call, rng: random.Random) -> ScoreMod:
+    shape, index = rng.choice(BIASES)
+    bias = Table("t0", shape, rng.choice([call.dtype, "fp32"]), call.trains)
+    score = rng.choice(["s", "s", "5.0 * torch.tanh(s / 5.0)"])
+    if rng.randrange(3):
+        return ScoreMod(f"{score} + t0[{index}]", (bias,))
+    distance = f"(i + {call.length_k - call.length_q} - j).abs()"
+    return ScoreMod(f"{score} - t1[h] * {distance} + t0[{index}]", (bias, Table("t1", ("h",), "fp32")))
+
+
 def score_mod_of(call: Call) -> ScoreMod | None:
     """Return the score_mod of a call."""
     rng = random.Random(call.number)
@@ -184,6 +201,8 @@ def score_mod_of(call: Call) -> ScoreMod | None:
     if call.score == "softcap":
         cap = rng.choice([1.0, 8.0, 20.0])
         return ScoreMod(f"{cap} * torch.tanh(s / {cap})", ())
+    if call.score == "pair":
+        return _with_bias_of_a_pair(call, rng)
     # The kernels of every build take the second offset. Generated ones take any, but an offset is part of their source.
     offset = 0 if call.trains or rng.randrange(6) == 0 else call.length_k - call.length_q
     shape, index = rng.choice([(("h",), "h"), (("b", "h"), "b, h")])

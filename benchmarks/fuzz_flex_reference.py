@@ -28,6 +28,7 @@ from fuzz_reference import ROUNDING, SMALL, SUBNORMAL, Problem, largest_ratio
 
 import flashbwd
 import flashbwd.flex.gradients as flex_gradients
+import flashbwd.flex.lists as flex_lists
 from flashbwd import _attention_arguments
 
 FORCED = {"flex": "sm90", "flex_sm80": "sm80"}  # also kernels that the plan does not choose yet
@@ -190,7 +191,7 @@ class _Oracle:
         tiny = SUBNORMAL[self.call.dtype] * self.visible
         ds = dt * slope
         dt_error = noise * size
-        roundings = 2 if self.call.score in ("softcap", "alibi") else 1
+        roundings = 2 if self.call.score in ("softcap", "alibi", "pair") else 1
         ds_error = roundings * eps * ds.abs() + dt_error * slope.abs() + noise * dt.abs() + tiny
         self._add(self.expected, ds, self.q, self.k, p, self.dout)
         self._add(self.spread, ds_error, self.q.abs(), self.k.abs(), (eps + noise) * p + tiny, self.dout.abs())
@@ -234,11 +235,19 @@ class _Oracle:
 # ---- the library ----------------------------------------------------------------------------------
 
 
+def _limit_of_bits(problem: Problem) -> contextlib.AbstractContextManager[Any]:
+    """Allow no bits of a mask if the call is without them. The lists of a mask are computed at its first use."""
+    if problem.call.without_bits:
+        return mock.patch.object(flex_lists, "DEFAULT_LIMIT", -1)
+    return contextlib.nullcontext()
+
+
 def refusal(problem: Problem, backend: str) -> str | None:
     """Return why no kernel computes a call, or None if one does or if the backend is the reference."""
     if backend in FORCED and _attention_arguments.backend() != FORCED[backend]:
         _forced.enter_context(flashbwd.use_backend(FORCED[backend]))
-    plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
+    with _limit_of_bits(problem):
+        plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
         return None
     return plan.reasons[FORCED[backend]]
@@ -249,7 +258,7 @@ def gradients(problem: Problem, backend: str) -> Any:
     if backend == "flex_reference":
         return flashbwd.flex_attention_backward(**problem.arguments)
     unexpected = AssertionError("the reference ran, but the plan named a kernel")
-    with mock.patch.object(flex_gradients, "decoding_backward", side_effect=unexpected):
+    with mock.patch.object(flex_gradients, "decoding_backward", side_effect=unexpected), _limit_of_bits(problem):
         return flashbwd.flex_attention_backward(**problem.arguments)
 
 

@@ -25,7 +25,7 @@ import fuzz
 import fuzz_flex_calls
 import fuzz_flex_mods
 import fuzz_flex_reference as flex
-from fuzz_flex_calls import MASKS, MODS, Call, draw
+from fuzz_flex_calls import MASKS, MODS, SCORES, Call, draw
 
 CPU = torch.device("cpu")
 OTHERS = [
@@ -37,8 +37,8 @@ OTHERS = [
     "broadcast",
     "dlse",
 ]
-OTHERS += ["only dlse", "deterministic", "beside calls", "beside products"]
-FEATURES = [f"mask {name}" for name in MASKS] + [f"score {name}" for name in fuzz_flex_calls.SCORES[:4]] + OTHERS
+OTHERS += ["only dlse", "deterministic", "beside calls", "beside products", "without bits"]
+FEATURES = [f"mask {name}" for name in MASKS] + [f"score {name}" for name in dict.fromkeys(SCORES)] + OTHERS
 
 
 def trained(call: Call) -> list[fuzz_flex_mods.Table]:
@@ -128,7 +128,7 @@ def by_autograd(problem: flex.Problem, visible: Tensor) -> dict[str, Tensor]:
     return dict(zip(("dq", "dk", "dv", *leaves), found, strict=True))
 
 
-@pytest.mark.parametrize("score", ["none", "softcap", "alibi", "generated"])
+@pytest.mark.parametrize("score", dict.fromkeys(SCORES))
 def test_the_oracle_agrees_with_autograd_of_the_forward(score: str) -> None:
     def hides_nothing(call: Call) -> bool:  # a score of -inf would make the gradient of the forward NaN
         mod = flex.score_mod_of(call)
@@ -148,7 +148,7 @@ def test_whole_hidden_tiles_are_nan_before_a_call() -> None:
     for call in calls(lambda c: c.poisoned and c.mask == "nothing", 4):
         problem = flex.build(call, CPU)
         assert all(bool(problem.arguments[name].isnan().all()) for name in ("query", "key", "value", "out"))
-    for call in calls(lambda c: c.poisoned and c.mask == "one block", 8):
+    for call in calls(lambda c: c.poisoned and c.mask == "one block", 24):
         problem = flex.build(call, CPU)
         visible = flex.mask_of(call, CPU).visible
         hidden = problem.arguments["query"].isnan().any(-1)

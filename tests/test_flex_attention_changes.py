@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -180,3 +181,61 @@ def test_pytorchs_forward_is_compiled_for_each_score_mod(monkeypatch: pytest.Mon
         exec(f"def score_mod(score, b, h, q_idx, kv_idx):\n    return score * {n}.5", names)
         flashbwd.flex_attention(query, key, value, score_mod=names["score_mod"], enable_gqa=True)
     assert compiled.frame_count == 10
+
+
+class NeedsStages:
+    """Stands for a compiled forward that needs at most this number of pipeline stages."""
+
+    def __init__(self, most: int, message: str = "No valid triton configs. OutOfMemoryError") -> None:
+        self.most, self.message = most, message
+        self.tried: list[int | None] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, None]:
+        options = rest[3] or {}
+        self.tried.append(options.get("num_stages"))
+        if options.get("num_stages", 3) > self.most:
+            raise RuntimeError(self.message)
+        return torch.zeros_like(query), query.new_zeros(query.shape[:3]), None
+
+
+@pytest.fixture
+def compiled_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[NeedsStages], NeedsStages]:
+    """Replaces the compiled forward, which a GPU with Triton would run."""
+    monkeypatch.setattr(forward, "pytorch_has_a_kernel", lambda query: True)
+    monkeypatch.setattr(forward, "_attempts", {})
+
+    def replace(by: NeedsStages) -> NeedsStages:
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic: by)
+        return by
+
+    return replace
+
+
+def test_pytorchs_forward_gets_fewer_stages_if_it_does_not_start(compiled_forward: Any) -> None:
+    kernel = compiled_forward(NeedsStages(1))
+    q, k, v = (x.detach() for x in inputs())
+    mod = lambda s, b, h, i, j: s * 2  # noqa: E731
+    for _ in range(2):
+        flashbwd.flex_attention(q, k, v, mod, enable_gqa=True)
+    assert kernel.tried == [None, 2, 1, 1]
+    flashbwd.flex_attention(q, k, v, enable_gqa=True)  # another kernel may start as it is
+    assert kernel.tried[4:] == [None, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "tried"),
+    [
+        (NeedsStages(0), None, [None, 2, 1]),
+        (NeedsStages(2), {"num_stages": 4}, [4]),
+        (NeedsStages(2, "another error"), None, [None]),
+    ],
+    ids=["nothing starts", "the user chose", "another error"],
+)
+def test_the_error_of_pytorchs_forward_is_raised(
+    kernel: NeedsStages, options: dict[str, int] | None, tried: list[int | None], compiled_forward: Any
+) -> None:
+    compiled_forward(kernel)
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(RuntimeError, match=kernel.message):
+        flashbwd.flex_attention(q, k, v, enable_gqa=True, kernel_options=options)
+    assert kernel.tried == tried

@@ -80,3 +80,14 @@ def test_autograd_and_a_graph_give_the_gradient_of_the_bias() -> None:
     graph.replay()
     torch.cuda.synchronize()
     check(p, found)
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(64, "trained_pair_bias"), (192, "trained_pair_bias_16")])
+def test_pytorchs_forward_starts_although_its_own_choice_needs_too_much_shared_memory(head_dim: int, name: str) -> None:
+    case = Case("full", seqlen_q=512, seqlen_k=512, head_dim=head_dim)
+    p = build(case, name)
+    mod, _ = score_mod(p.name, case, "cuda")
+    with torch.no_grad():
+        results: Any = flashbwd.flex_attention(*p.inputs, score_mod=mod, enable_gqa=True, return_lse=True)
+    torch.testing.assert_close(results[0], p.out, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(results[1], p.lse, rtol=1e-3, atol=1e-3)

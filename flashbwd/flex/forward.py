@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -31,22 +31,44 @@ def forward(
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=accumulator(query.dtype))
         return query.new_zeros((*query.shape[:3], value.shape[3])), lse, lse.clone() if need_max_scores else None
     if pytorch_has_a_kernel(query):
-        from torch._dynamo import config
-
-        compiled: Any = torch.compile(_pytorchs_forward, dynamic=None)
-        options = None if kernel_options is None else dict(kernel_options)
-        # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores block lists.
-        with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):
-            given = call.score_mod, call.block_mask, call.scale, options, need_max_scores
-            out, lse, max_scores = compiled(query, key, value, *given)
-        return out, lse, max_scores
+        return _compiled_forward(call, dict(kernel_options or {}), need_max_scores, query, key, value)
     with arguments.without_autocast(query.device):
-        out, lse, max_scores = decoding_forward(call, query, key, value)
-    if not need_max_scores:
-        max_scores = None
+        out, lse, largest = decoding_forward(call, query, key, value)
+    max_scores = largest if need_max_scores else None
     if transforms_are_active():  # vmap may batch out but not query, and a batched tensor can't be copied into query's
         return out.to(query.dtype), lse, max_scores
     return shaped_like_query(query, value.shape[3]).copy_(out), lse, max_scores
+
+
+_STAGES = (None, 2, 1)  # of the pipeline of PyTorch's kernel; None: PyTorch's own choice
+_attempts: dict[Hashable, int] = {}  # which of _STAGES to try first
+
+
+def _compiled_forward(
+    call: DecodingCall, options: dict[str, Any], need_max_scores: bool, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Run PyTorch's kernel, with fewer stages of its pipeline if it needs more shared memory than the GPU has."""
+    from torch._dynamo import config
+
+    compiled: Any = torch.compile(_pytorchs_forward, dynamic=None)
+    code = getattr(call.score_mod, "__code__", None)
+    kind = (query.device, query.dtype, query.shape[3], value.shape[3], code, call.block_mask is None)
+    attempt = _attempts.get(kind, 0)
+    while True:
+        stages = _STAGES[attempt]
+        given = options if stages is None else options | {"num_stages": stages}
+        rest = (call.score_mod, call.block_mask, call.scale, given or None, need_max_scores)
+        try:
+            # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores lists.
+            with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):
+                out, lse, max_scores = compiled(query, key, value, *rest)
+            return out, lse, max_scores
+        except RuntimeError as error:
+            chosen = "num_stages" in options or "fwd_num_stages" in options
+            if chosen or "No valid triton configs" not in str(error) or stages == _STAGES[-1]:
+                raise
+        attempt += 1
+        _attempts[kind] = attempt
 
 
 def _pytorchs_forward(

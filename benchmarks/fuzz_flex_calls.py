@@ -120,7 +120,7 @@ def draw(number: int, backend: str) -> Call:
         rng.choice([None, None, 0.05, 0.2]), score, mod, trains, mask,
         mask if mask in FROM_PAIRS else rng.choice(PAIRS), block_q, block_k, one_in(3), one_in(3),
         poisoned, layouts, dout, not dout or one_in(4),
-        one_in(3) and not trains, batch > 1 and not poisoned and one_in(4),
+        one_in(3) and (not trains or (score == "pair" and mask == "none")), batch > 1 and not poisoned and one_in(4),
         rng.choice(["nothing", "nothing", "nothing", "products", "calls"]), mask != "none" and one_in(24),
     )  # fmt: skip
 

@@ -249,6 +249,8 @@ def refusal(problem: Problem, backend: str) -> str | None:
     with _limit_of_bits(problem):
         plan = flashbwd.plan_flex_attention_backward(**problem.arguments)
     if backend == "flex_reference" or plan.backend != "reference":
+        compiles = backend == "flex_reference" or plan.compiled or not problem.call.without_bits
+        assert compiles, "a kernel without mask_mod computes a call without bits"
         return None
     return plan.reasons[FORCED[backend]]
 

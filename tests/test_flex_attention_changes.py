@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -186,7 +187,7 @@ def test_pytorchs_forward_is_compiled_for_each_score_mod(monkeypatch: pytest.Mon
 class NeedsStages:
     """Stands for a compiled forward that needs at most this number of pipeline stages."""
 
-    def __init__(self, most: int, message: str = "No valid triton configs. OutOfMemoryError") -> None:
+    def __init__(self, most: int, message: str = "No valid triton configs. OutOfMemoryError: out of resource") -> None:
         self.most, self.message = most, message
         self.tried: list[int | None] = []
 
@@ -218,8 +219,30 @@ def test_pytorchs_forward_gets_fewer_stages_if_it_does_not_start(compiled_forwar
     for _ in range(2):
         flashbwd.flex_attention(q, k, v, mod, enable_gqa=True)
     assert kernel.tried == [None, 2, 1, 1]
-    flashbwd.flex_attention(q, k, v, enable_gqa=True)  # another kernel may start as it is
-    assert kernel.tried[4:] == [None, 2, 1]
+
+
+def test_only_the_same_kind_of_kernel_gets_fewer_stages_at_once(compiled_forward: Any) -> None:
+    def adds(bias: Tensor) -> Any:
+        return lambda s, b, h, i, j: s + bias[h]
+
+    kernel = compiled_forward(NeedsStages(1))
+    q, k, v = (x.detach() for x in inputs())
+    bias, mod = torch.zeros(4), functools.partial(lambda s, b, h, i, j, factor: s * factor, factor=2)
+    mask = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16)
+    others: list[dict[str, Any]] = [
+        {},
+        {"score_mod": adds(bias)},
+        {"score_mod": adds(bias.half())},
+        {"score_mod": mod},
+        {"score_mod": adds(bias), "block_mask": mask},
+    ]
+    calls = [(q, k, v, options) for options in others] + [(q[..., :8].clone(), k[..., :8].clone(), v, {})]
+    for query, key, value, options in calls:
+        flashbwd.flex_attention(query, key, value, enable_gqa=True, **options)
+    assert kernel.tried == [None, 2, 1] * len(calls)
+    for query, key, value, options in calls:
+        flashbwd.flex_attention(query, key, value, enable_gqa=True, **options)
+    assert kernel.tried[3 * len(calls) :] == [1] * len(calls)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +250,11 @@ def test_pytorchs_forward_gets_fewer_stages_if_it_does_not_start(compiled_forwar
     [
         (NeedsStages(0), None, [None, 2, 1]),
         (NeedsStages(2), {"num_stages": 4}, [4]),
+        (NeedsStages(2), {"fwd_num_stages": 4}, [None]),
         (NeedsStages(2, "another error"), None, [None]),
+        (NeedsStages(2, "No valid triton configs. OutOfMemoryError: CUDA out of memory"), None, [None]),
     ],
-    ids=["nothing starts", "the user chose", "another error"],
+    ids=["nothing starts", "the user chose", "the user chose for the forward", "another error", "no memory"],
 )
 def test_the_error_of_pytorchs_forward_is_raised(
     kernel: NeedsStages, options: dict[str, int] | None, tried: list[int | None], compiled_forward: Any

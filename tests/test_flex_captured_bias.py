@@ -5,6 +5,7 @@ GPU tests compare all gradients with float64 autograd of the dense formula.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,14 +15,13 @@ import torch
 from test_flex_compiled_choice import SHAPE, _on_the_cpu, attention, counted, leaves, planned, softcap  # noqa: F401
 from test_flex_generated import source_of
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from flashbwd.flex import backends
 from flashbwd.flex.captured_bias import CapturedBias
-from flashbwd.flex.kernel_lists import KernelLists
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations import flex_node, flex_pass
@@ -75,6 +75,38 @@ def in_inference_mode(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> 
     return s + element
 
 
+class Rounded(torch.autograd.Function):
+    """A rounding with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Fixed(torch.autograd.Function):
+    """The identity with a gradient of 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 0
+
+
+def straight_through(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return Rounded.apply(s)  # type: ignore[no-any-return]
+
+
+def with_its_own_gradient(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return s + Fixed.apply(PAIR[q, k])  # type: ignore[no-any-return]
+
+
 OTHERS: dict[str, Mod] = {
     "scaled": lambda s, b, h, q, k: s + 2 * PAIR[q, k],
     "subtracted": lambda s, b, h, q, k: s - PAIR[q, k],
@@ -89,6 +121,7 @@ OTHERS: dict[str, Mod] = {
     "data": lambda s, b, h, q, k: s + PAIR.data[q, k],
     "without_gradient": without_gradient,
     "in_inference_mode": in_inference_mode,
+    "with_its_own_gradient": with_its_own_gradient,
     "beside_a_number_times_the_distance": lambda s, b, h, q, k: s - 0.5 * (q + 2 - k).abs() + PAIR[q, k],
     "beside_a_formula_of_the_head": lambda s, b, h, q, k: s - torch.exp2(-h * 0.5) * (q + 2 - k).abs() + PAIR[q, k],
     "beside_slopes_by_batch": lambda s, b, h, q, k: s - BOTH[b, h, 0, 0] * (q + 2 - k).abs() + PAIR[q, k],
@@ -132,10 +165,22 @@ def test_the_slopes_beside_a_bias_are_those_that_the_function_captures() -> None
     assert torch.equal(Slopes(change.alibi, mod, B, H).tensor(SLOPES.device), SLOPES)
 
 
-@pytest.mark.parametrize("mod", [without_gradient, in_inference_mode])
-def test_no_derivative_is_written_for_a_function_that_switches_gradients_off(mod: Mod) -> None:
-    with pytest.raises(CannotEmitError, match="score_mod switches gradients off"):
+@pytest.mark.parametrize("mod", [without_gradient, in_inference_mode, straight_through, with_its_own_gradient])
+def test_no_derivative_is_written_for_a_function_with_one_of_its_own(mod: Mod) -> None:
+    with pytest.raises(CannotEmitError, match="score_mod has a derivative of its own"):
         source_of(mod, [])
+
+
+def test_a_trace_within_a_custom_function_does_not_count() -> None:
+    """flashbwd.flex_attention traces within its own one."""
+
+    class Outer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            source_of(FORMS["pair"][0], [])
+            return x.clone()
+
+    Outer.apply(torch.zeros(3, requires_grad=True))
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -221,6 +266,16 @@ def test_a_fixed_bias_has_the_kernel_of_the_build_if_tma_loads_it(compiled: list
     assert len(compiled) == len(others)
 
 
+def test_a_fixed_bias_that_tma_cannot_load_has_the_kernel_of_the_build_if_no_other_computes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedError("the head dimension")
+
+    monkeypatch.setattr(backends, "_tile", refuse)
+    assert chosen(FORMS["pair"][0], []).operator is torch.ops.flashbwd.attention_backward
+
+
 def test_a_call_that_the_bias_does_not_fit_is_compiled(compiled: list[Mod]) -> None:
     short, integers = random(SQ - 1, SK), torch.ones(SQ, SK, dtype=torch.int32)
     slope, pair = FORMS["with_alibi"]
@@ -259,13 +314,10 @@ def test_compiled_models_get_the_gradient_of_a_kernel_that_is_faster(
         assert call.operator is torch.ops.flashbwd.attention_backward and call.bias.has_gradient
 
 
-@pytest.mark.parametrize(
-    ("dynamic", "trained", "kinds"),
-    [(True, False, ["build", "compiled"]), (False, False, ["build"]), (True, True, ["build"])],
-    ids=["fixed", "fixed_static", "trained"],
-)
-def test_a_graph_is_also_planned_with_the_kernel_for_rows_that_are_not_aligned(
-    dynamic: bool, trained: bool, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_cuda_graph_is_declined_if_a_fixed_bias_may_need_lists(
+    trained: bool, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[backends.KernelCall] = []
     monkeypatch.setattr(backends.KernelCall, "plan", lambda call, *_: calls.append(call))
@@ -275,15 +327,16 @@ def test_a_graph_is_also_planned_with_the_kernel_for_rows_that_are_not_aligned(
     traced = make_fx(lambda s, b, h, q, k, t: s + element(t, [h, q, k]))(
         torch.zeros(()), *indices, torch.zeros(H, 4, 4)
     )
-    shapes = ShapeEnv(duck_shape=False)
-    symbol = shapes.create_symbol(640, ConstantSource("rows"))
-    rows = shapes.create_symintnode(symbol, hint=640) if dynamic else 640
-    with FakeTensorMode(shape_env=shapes):
-        query = torch.empty(B, H, rows, 64, device="cuda", dtype=torch.float16)
-        bias = torch.empty(H, rows, rows, device="cuda", dtype=torch.float16)
-        lse = torch.empty(B, H, rows, device="cuda")
+    with FakeTensorMode():
+        query = torch.empty(B, H, 640, 64, device="cuda", dtype=torch.float16)
+        bias = torch.empty(H, 640, 640, device="cuda", dtype=torch.float16)
+        lse = torch.empty(B, H, 640, device="cuda")
     node = fx.Graph().placeholder("bias")
     node.meta["val"] = bias
     score = flex_node.Score(text_of("score_mod", traced), [node], [trained], [0])
-    flex_pass._plan(0.1, flex_node._NO_MASK, score, (query, query, query, query, query, lse, None))
-    assert ["build" if call.score_mod is None else "compiled" for call in calls] == kinds
+    tensors = (query, query, query, query, query, lse, None)
+    declines = cuda_graphs and not trained
+    outcome = pytest.raises(UnsupportedError, match="CUDA graphs") if declines else contextlib.nullcontext()
+    with config.patch("triton.cudagraphs", cuda_graphs), outcome:
+        flex_pass._plan(0.1, flex_node._NO_MASK, score, tensors)
+    assert [call.score_mod is None for call in calls] == ([] if declines else [True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +17,18 @@ from test_flex_captured_bias import chosen
 from test_flex_generated import host, sm90_kernel, source_of  # noqa: F401
 from test_flex_lists import Sizes, dense, random_mask
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flashbwd.flex import backends, generated, lists
+from flashbwd.flex import backends, generated, graph_operator, lists
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.hidden_scores import hidden_scores
-from flashbwd.flex.lists import key_block_lists
+from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
+from flashbwd.flex.lists import BlockStates, key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures
+from flashbwd.mods.in_graph import text_of
 
 BLOCKS = [(64, 64), (128, 128), (192, 256), (16, 32), (20, 48), (1 << 30, 1 << 30)]
 SMALL: Sizes = (2, 2, 40, 50)
@@ -34,8 +40,16 @@ def indices_of(sizes: Sizes) -> list[Tensor]:
     ]
 
 
-def shown(mask: Any, states: Tensor, sizes: Sizes) -> Tensor:
-    scores = hidden_scores(None, mask, states)(torch.zeros(sizes), *indices_of(sizes))
+def pairs_of(sizes: Sizes) -> list[list[Tensor]]:
+    return [[torch.tensor(i, dtype=torch.int32) for i in pair] for pair in itertools.product(*map(range, sizes))]
+
+
+def any_lists() -> KernelLists:
+    return KernelLists(*[torch.empty(0)] * 3, True, Tile())
+
+
+def shown(mask: Any, blocks: BlockStates, sizes: Sizes) -> Tensor:
+    scores = hidden_scores(None, mask, blocks)(torch.zeros(sizes), *indices_of(sizes))
     return (scores > -torch.inf).expand(sizes)
 
 
@@ -59,14 +73,58 @@ def test_the_lists_and_the_score_mod_together_show_the_dense_mask(
     visible = visible.unflatten(3, (-1, tile.keys)).unflatten(2, (-1, tile.queries)).any(-1).any(3)
     tiles = listed[:, :, :: tile.queries, :: tile.keys]
     assert (tiles | ~visible).all()
+    touched = in_tiles(found.block_states.states > 0, mask.BLOCK_SIZE, sizes, tile)
+    assert not (tiles & ~touched).any()
+
+
+def in_tiles(blocks: Tensor, block_size: tuple[int, int], sizes: Sizes, tile: Tile) -> Tensor:
+    """Which tiles touch a block, by a loop over all tiles."""
+    batch, heads, seqlen_q, seqlen_k = sizes
+    rows, columns = -(-seqlen_q // tile.queries), -(-seqlen_k // tile.keys)
+    found = torch.zeros(batch, heads, rows, columns, dtype=torch.bool)
+    for m in range(rows):
+        for n in range(columns):
+            q, k = (
+                torch.arange(i * t, min(i * t + t, s))
+                for i, t, s in ((m, tile.queries, seqlen_q), (n, tile.keys, seqlen_k))
+            )
+            part = blocks[:, :, (q // block_size[0]).unique()][..., (k // block_size[1]).unique()]
+            found[:, :, m, n] = part.flatten(2).any(2)
+    return found
 
 
 def test_bits_up_to_the_limit_are_kept() -> None:
-    mask, _ = random_mask((1, 1, 128, 128), (64, 128), (True, True), 3)
-    tiles = key_block_lists(mask, (1, 1, 128, 128)).bits.shape[0]
-    assert tiles > 0
-    at = [key_block_lists(mask, (1, 1, 128, 128), limit=2 * 1024 - spare).block_states is None for spare in (0, 2048)]
-    assert at == [True, False]
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
+    limits = {limit: key_block_lists(mask, (1, 1, 256, 256), limit=limit) for limit in (4 * 1024, 4 * 1024 - 1)}
+    assert [found.block_states is None for found in limits.values()] == [True, False]
+
+
+def test_a_mask_mod_is_asked_about_pairs_of_partial_blocks_only() -> None:
+    """Elsewhere it may read beyond a tensor."""
+    band = torch.arange(128) < 90
+    full = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    mask = BlockMask.from_kv_blocks(
+        full.kv_num_blocks,
+        full.kv_indices,
+        full.full_kv_num_blocks,
+        full.full_kv_indices,
+        mask_mod=lambda b, h, q, k: band[(q - k).abs()] & (q >= k),
+    )
+    sizes = (1, 1, 512, 512)
+    found = key_block_lists(mask, sizes, limit=-1)
+    assert found.block_states is not None
+    bits = dense(key_block_lists(mask, sizes), sizes)
+    assert torch.equal(shown(mask, found.block_states, sizes) & dense(found, sizes), bits)
+
+
+def test_without_a_partial_block_no_mask_mod_is_asked() -> None:
+    def mask_mod(*_: Tensor) -> Tensor:
+        raise AssertionError("asked")
+
+    blocks = BlockStates.of(torch.tensor([[[[2, 0], [0, 2]]]]), (32, 32))
+    mask = SimpleNamespace(mask_mod=mask_mod, BLOCK_SIZE=(32, 32))
+    states = torch.arange(64) // 32
+    assert torch.equal(shown(mask, blocks, (1, 1, 64, 64))[0, 0], states[:, None] == states)
 
 
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
@@ -120,3 +178,35 @@ def test_a_call_beyond_the_limit_gets_a_compiled_kernel(monkeypatch: pytest.Monk
         call = chosen(mod, [], mask, lists=found)
         assert call.operator is torch.ops.flashbwd.score_mod_attention_backward and "softcap" not in call.options
     assert len(mods) == 2 and all(mod.__name__ == "hidden" for mod in mods)
+
+
+def test_a_mask_mod_that_does_not_run_on_scalars_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {torch.device("meta"): torch.zeros(50)}
+    mask, _ = random_mask(SMALL, (16, 32), (True, True), 5)
+    mask.mask_mod = lambda b, h, q, k: tables[q.device][q] == 1
+    monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
+    found = any_lists()._replace(
+        block_states=key_block_lists(random_mask(SMALL, (16, 32), (True, True), 5)[0], SMALL, limit=-1).block_states
+    )
+    with pytest.raises(UnsupportedError, match="no kernel evaluates its mask_mod: "):
+        chosen(None, [], mask, lists=found)
+
+
+def test_a_compiled_graph_gets_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, expected = random_mask(SMALL, (16, 32), (True, True), 5)
+    table = expected[0, 0].int()
+    graph = make_fx(lambda b, h, q, k, t: torch.ops.aten.index.Tensor(t, [q, k]) > 0)
+    text = text_of("mask_mod", graph(*[torch.zeros((), dtype=torch.int32) for _ in range(4)], torch.zeros(4, 4)))
+    tensors = [getattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")]
+    tensors += [getattr(mask, f"full_{name}") for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")]
+    call = graph_operator.call_of(SMALL[2:], tensors, (16, 32), text, [table], [], [], "", [], 0.1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)
+    for lists_of in (graph_operator._lists_of, graph_operator._made_lists_of):
+        found = lists_of(call.block_mask, call.mask_captured, rows, keys, Tile())
+        assert found.block_states is not None
+        mod = hidden_scores(None, call.block_mask, found.block_states)
+        scores = torch.stack([mod(torch.zeros(()), *pair) for pair in pairs_of(SMALL)]).view(SMALL)
+        assert torch.equal(scores > -torch.inf, expected)
+        assert Captures(mod).key is not None

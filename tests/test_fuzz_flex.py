@@ -75,7 +75,8 @@ def test_every_feature_is_drawn() -> None:
     drawn = [draw(number, "flex") for number in range(1000)]
     assert {feature for call in drawn for feature in call.features} == set(FEATURES)
     assert {call.pairs for call in drawn} == set(fuzz_flex_calls.PAIRS)
-    assert not any(call.trains and call.deterministic for call in drawn)  # no kernel computes these
+    ordered = [call for call in drawn if call.trains and call.deterministic]  # kernels compute these for one kind alone
+    assert ordered and all((call.score, call.mask) == ("pair", "none") for call in ordered)
 
 
 def tile_of(call: Call) -> int:
@@ -190,7 +191,7 @@ def test_a_lost_block_of_keys_is_reported() -> None:
     assert planted(call, lambda grads: grads["dv"][:, :, :64].zero_()) == {"dv"}
 
 
-@pytest.mark.parametrize("score", ["alibi", "generated"])
+@pytest.mark.parametrize("score", ["alibi", "pair", "generated"])
 def test_a_wrong_gradient_of_a_captured_tensor_is_reported(score: str) -> None:
     call = one_of(lambda c: c.score == score and c.trains)
     name = trained(call)[0].name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -225,16 +226,41 @@ def choose(
         options["allow_tf32"] = True
     if (backend := backend_option()) != "auto":
         options["backend"] = backend
-    kernel = _kernel_of_build(call, query, key, value, captured, options, lists_of) if recognise else None
-    if kernel is not None:
-        return kernel
-    name = "score_mod_attention_backward"
+    of_build = _kernel_of_build(call, query, key, value, captured, options, lists_of) if recognise else None
+    if of_build is None:
+        return _compiled_kernel(call, query, key, value, captured, options, lists_of)
+    if of_build.bias is not None and of_build.bias.is_faster_compiled(query.dtype):
+        with contextlib.suppress(UnsupportedError):
+            return _compiled_kernel(call, query, key, value, captured, options, lists_of)
+    return of_build
+
+
+def _compiled_kernel(
+    call: DecodingCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    captured: list[Tensor],
+    options: dict[str, Any],
+    lists_of: ListsOf,
+) -> KernelCall:
+    """Return a call of a kernel that is compiled at run time. Raises :class:`UnsupportedError` if there is none."""
+    name, deterministic = "score_mod_attention_backward", options.get("deterministic", False)
     lists = lists_of(call.block_mask, call.mask_captured, query, key, _tile(name, query, value))
-    score_mod = call.score_mod
-    if lists.block_states is not None:
-        score_mod = hidden_scores(score_mod, call.block_mask, lists.block_states)
-    assert score_mod is not None
-    return KernelCall(*_operators(name), options, lists, score_mod=generated(score_mod, captured, deterministic))
+    if lists.block_states is None:
+        score_mod = generated(call.score_mod or _unchanged, captured, deterministic)
+    else:
+        try:
+            hidden = hidden_scores(call.score_mod, call.block_mask, lists.block_states)
+            score_mod = generated(hidden, captured, deterministic)
+        except (RuntimeError, UnsupportedError) as error:  # RuntimeError: mask_mod does not run on scalars of a CPU
+            reason = "the bits of block_mask exceed the limit on memory, and no kernel evaluates its mask_mod"
+            raise UnsupportedError(f"{reason}: {error}") from error
+    return KernelCall(*_operators(name), options, lists, score_mod=score_mod)
+
+
+def _unchanged(score: Tensor, *_: Tensor) -> Tensor:
+    return score
 
 
 def _kernel_of_build(

@@ -32,20 +32,19 @@ class CapturedBias:
     has_gradient: bool
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernels take it in a call with inputs of ``dtype``, faster than a compiled kernel.
-
-        A compiled kernel is faster if the bias has no gradient and TMA cannot load its rows.
-        """
+        """Return whether the kernels take it in a call with inputs of ``dtype``."""
         enough = (size >= self._size(index) for size, index in zip(self.tensor.shape, self.indices, strict=True))
-        if self.tensor.dtype not in (dtype, torch.float32) or not all(enough):
-            return False
-        return self.has_gradient or (self.tensor.dtype == dtype and self._has_aligned_rows())
+        return self.tensor.dtype in (dtype, torch.float32) and all(enough)
 
-    def _has_aligned_rows(self) -> bool:
+    def is_faster_compiled(self, dtype: torch.dtype) -> bool:
+        """Return whether a compiled kernel is faster: without a gradient, if TMA cannot load the rows."""
+        if self.has_gradient:
+            return False
         view = self._view(self.tensor.detach())
         elements = 16 // view.element_size()
         steps = [stride for size, stride in zip(view.shape[:3], view.stride()[:3], strict=True) if size > 1]
-        return view.stride(3) == 1 and not any(step % elements for step in (view.storage_offset(), *steps))
+        aligned = view.stride(3) == 1 and not any(step % elements for step in (view.storage_offset(), *steps))
+        return self.tensor.dtype != dtype or not aligned
 
     def view(self, device: torch.device) -> Tensor:
         """Return what the call reads: (B or 1, H or 1, Sq, Sk). For the device "meta", a tensor of the same layout."""

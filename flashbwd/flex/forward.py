@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_att
 
 from flashbwd._autograd import transforms_are_active
 from flashbwd.flex import arguments
+from flashbwd.mods.captures import Captures
 from flashbwd.mods.in_graph import shaped_like_query
 from flashbwd.reference.decoding import DecodingCall, accumulator, decoding_forward
 
@@ -41,6 +42,7 @@ def forward(
 
 
 _STAGES = (None, 2, 1)  # of the pipeline of PyTorch's kernel; None: PyTorch's own choice
+_TOO_LARGE = ("No valid triton configs", "out of resource")  # the words of PyTorch's error
 _attempts: dict[Hashable, int] = {}  # which of _STAGES to try first
 
 
@@ -51,9 +53,7 @@ def _compiled_forward(
     from torch._dynamo import config
 
     compiled: Any = torch.compile(_pytorchs_forward, dynamic=None)
-    code = getattr(call.score_mod, "__code__", None)
-    kind = (query.device, query.dtype, query.shape[3], value.shape[3], code, call.block_mask is None)
-    attempt = _attempts.get(kind, 0)
+    attempt = _attempts.get(_kind(call, query, value), 0) if _attempts else 0  # the key takes time
     while True:
         stages = _STAGES[attempt]
         given = options if stages is None else options | {"num_stages": stages}
@@ -65,10 +65,19 @@ def _compiled_forward(
             return out, lse, max_scores
         except RuntimeError as error:
             chosen = "num_stages" in options or "fwd_num_stages" in options
-            if chosen or "No valid triton configs" not in str(error) or stages == _STAGES[-1]:
+            if chosen or stages == _STAGES[-1] or not all(words in str(error) for words in _TOO_LARGE):
                 raise
         attempt += 1
-        _attempts[kind] = attempt
+        _attempts[_kind(call, query, value)] = attempt
+
+
+def _kind(call: DecodingCall, query: Tensor, value: Tensor) -> Hashable:
+    """Return what the shared memory of PyTorch's kernel depends on, except the options, as far as it is known."""
+    mod = call.score_mod
+    dtypes = () if mod is None else tuple(tensor.dtype for tensor in Captures(mod).tensors)
+    function = getattr(mod, "func", mod)  # of functools.partial
+    code = getattr(function, "__code__", type(function))
+    return query.device, query.dtype, query.shape[3], value.shape[3], code, dtypes, call.block_mask is None
 
 
 def _pytorchs_forward(

@@ -1,7 +1,8 @@
 """Kernels for a score_mod that no build contains: traced, written as CUDA, and compiled by NVRTC at the first call.
 
 The kernels are those of block masks (``csrc/attention/sm90/score_mod/generated.cuh`` and
-``csrc/attention/sm80/generated_scores.cuh``). A call without a block mask gets one that shows everything.
+``csrc/attention/sm80/generated_scores.cuh``). A call without a block mask gets one that shows everything. A
+``mask_mod`` whose bits would take too much memory becomes part of the ``score_mod``.
 """
 
 from __future__ import annotations

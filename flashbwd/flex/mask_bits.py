@@ -1,4 +1,4 @@
-"""Evaluates a ``mask_mod`` once for the partial tiles of a BlockMask, and packs the result to one bit per pair.
+"""Evaluates a ``mask_mod`` once for tiles that are not full, and packs the result to one bit per pair.
 
 Values in 16 bits are not rounded, because PyTorch's compiled forward, which hid the same pairs, does not round them.
 """

@@ -195,13 +195,16 @@ def _is_fast_for_biases(kernel: backends.KernelCall) -> bool:
 
 
 def _may_need_another(kernel: backends.KernelCall, query: Tensor | None, key: Tensor | None) -> bool:
-    """Return whether another kernel computes the call if a size changes.
+    """Return whether a kernel that is compiled at run time computes the call if a size or an address changes.
 
-    ALiBi's distance does not follow Sk - Sq, and a bias without a gradient may get rows that are not aligned.
+    ALiBi's distance does not follow Sk - Sq. The rows of a bias without a gradient may lose their alignment, which only
+    CUDA graphs need to know: that kernel takes lists.
     """
+    from torch._inductor import config
+
     assert query is not None and key is not None
-    if kernel.bias is not None and not kernel.bias.has_gradient:
-        return not all(isinstance(size, int) for size in (*query.shape, *key.shape))
+    if kernel.bias is not None and not kernel.bias.has_gradient and config.triton.cudagraphs:
+        return True
     if kernel.slopes is None:
         return False
     return not statically_known_true(key.shape[2] - query.shape[2] == kernel.slopes.alibi.offset)

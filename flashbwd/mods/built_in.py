@@ -99,7 +99,7 @@ def recognise_score(score: Trace, captures: Captures) -> Score | None:
     Unlike those of :func:`recognise`, it may add an element of a captured tensor, and its bias may have any slope and
     be absolute.
     """
-    if score.stops_gradients:
+    if score.changes_gradients:
         return None
     try:
         value = _evaluate(score, captures)

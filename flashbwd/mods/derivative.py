@@ -245,8 +245,10 @@ def _bodies(
     score: Trace, slots: Slots, differentiable: list[Tensor], in_sums: bool = False, rounds: bool = True
 ) -> tuple[str, str, Derivative]:
     """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter."""
-    if score.stops_gradients:
-        raise CannotEmitError("score_mod switches gradients off, as torch.no_grad() does")
+    if score.changes_gradients:
+        raise CannotEmitError(
+            "score_mod has a derivative of its own: it uses torch.no_grad() or a torch.autograd.Function"
+        )
     score_body = Emitter("score_mod", score, slots, rounds).run(SCORE_PARAMETERS, torch.float32)
     emitter = Emitter("score_mod", score, slots, rounds)
     output = emitter.forward(SCORE_PARAMETERS)

@@ -9,6 +9,7 @@ nor uses the GPU. It does not import PyTorch's compiler, because the import alon
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +45,14 @@ class Trace:
         node is a CPU tensor with the dtype and the number of dimensions of its result.
     tensors : dict of str to Tensor
         Captured tensors, and constants that the function made.
-    stops_gradients : bool
-        Whether some operators ran without gradients, as under ``torch.no_grad()``. The graph does not show which.
+    changes_gradients : bool
+        Whether some operators ran without gradients, as under ``torch.no_grad()``, or in a
+        ``torch.autograd.Function``, which has a derivative of its own. The graph does not show which.
     """
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    stops_gradients: bool = False
+    changes_gradients: bool = False
 
 
 @unset_fake_temporarily()  # the recorder would also see the operators that a fake kernel calls
@@ -105,8 +107,22 @@ class _Host(TorchFunctionMode):
             name = self.recorder.name
             raise CannotEmitError(f"{name} calls Tensor.{func.__name__}, which reads a value back from the device")
         if func is torch._C._set_grad_enabled and not args[0]:
-            self.recorder.trace.stops_gradients = True
+            self.recorder.trace.changes_gradients = True
         return func(*args, **(kwargs or {}))
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_TRACE = trace.__wrapped__.__code__  # type: ignore[attr-defined]
+
+
+def _is_in_a_custom_function() -> bool:
+    """Return whether the traced function is in ``torch.autograd.Function.apply``."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code is not _TRACE:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Recorder(TorchDispatchMode):
@@ -150,8 +166,8 @@ class _Recorder(TorchDispatchMode):
             raise CannotEmitError(
                 f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
             )
-        if torch.is_inference_mode_enabled():
-            self.trace.stops_gradients = True
+        if torch.is_inference_mode_enabled() or _is_in_a_custom_function():
+            self.trace.changes_gradients = True
         args, kwargs = self._promoted(func, args), dict(kwargs or {})
         varies = any(id(x) in self.varying for x in tree_leaves((args, kwargs)))
         arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.compiler import needs_nvrtc
 from kit.emission import HostMods, compiler
-from test_flex_captured_bias import chosen
+from test_flex_captured_bias import ANY_LISTS, chosen
 from test_flex_generated import host, sm90_kernel, source_of  # noqa: F401
 from test_flex_lists import Sizes, dense, random_mask
 from torch import Tensor
@@ -23,8 +24,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flashbwd.flex import backends, generated, graph_operator, lists
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.hidden_scores import hidden_scores
-from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
-from flashbwd.flex.lists import BlockStates, key_block_lists
+from flashbwd.flex.kernel_lists import UnsupportedError
+from flashbwd.flex.lists import BlockStates, KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures
@@ -44,8 +45,10 @@ def pairs_of(sizes: Sizes) -> list[list[Tensor]]:
     return [[torch.tensor(i, dtype=torch.int32) for i in pair] for pair in itertools.product(*map(range, sizes))]
 
 
-def any_lists() -> KernelLists:
-    return KernelLists(*[torch.empty(0)] * 3, True, Tile())
+def limited(mask: Any, sizes: Sizes, tile: Tile | None = None, limit: int = -1) -> KeyBlockLists:
+    """The lists of a mask whose bits may take at most ``limit`` bytes."""
+    with mock.patch.object(lists, "LIMIT", limit):
+        return key_block_lists(mask, sizes, tile)
 
 
 def shown(mask: Any, blocks: BlockStates, sizes: Sizes) -> Tensor:
@@ -65,7 +68,7 @@ def test_the_lists_and_the_score_mod_together_show_the_dense_mask(
     sizes: Sizes, block: tuple[int, int], shared: tuple[bool, bool], tile: Tile, seed: int
 ) -> None:
     mask, expected = random_mask(sizes, block, shared, seed)
-    found = key_block_lists(mask, sizes, tile, limit=-1)
+    found = limited(mask, sizes, tile)
     assert found.block_states is not None
     listed = dense(found, sizes)
     assert torch.equal(listed & shown(mask, found.block_states, sizes), expected)
@@ -95,12 +98,12 @@ def in_tiles(blocks: Tensor, block_size: tuple[int, int], sizes: Sizes, tile: Ti
 
 def test_bits_up_to_the_limit_are_kept() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
-    limits = {limit: key_block_lists(mask, (1, 1, 256, 256), limit=limit) for limit in (4 * 1024, 4 * 1024 - 1)}
+    limits = {limit: limited(mask, (1, 1, 256, 256), limit=limit) for limit in (4 * 1024, 4 * 1024 - 1)}
     assert [found.block_states is None for found in limits.values()] == [True, False]
 
 
-def test_a_mask_mod_is_asked_about_pairs_of_partial_blocks_only() -> None:
-    """Elsewhere it may read beyond a tensor."""
+def test_a_mask_mod_is_evaluated_for_pairs_of_partial_blocks_only() -> None:
+    """For others it may read beyond a tensor."""
     band = torch.arange(128) < 90
     full = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
     mask = BlockMask.from_kv_blocks(
@@ -111,15 +114,15 @@ def test_a_mask_mod_is_asked_about_pairs_of_partial_blocks_only() -> None:
         mask_mod=lambda b, h, q, k: band[(q - k).abs()] & (q >= k),
     )
     sizes = (1, 1, 512, 512)
-    found = key_block_lists(mask, sizes, limit=-1)
+    found = limited(mask, sizes)
     assert found.block_states is not None
     bits = dense(key_block_lists(mask, sizes), sizes)
     assert torch.equal(shown(mask, found.block_states, sizes) & dense(found, sizes), bits)
 
 
-def test_without_a_partial_block_no_mask_mod_is_asked() -> None:
+def test_without_a_partial_block_no_mask_mod_is_evaluated() -> None:
     def mask_mod(*_: Tensor) -> Tensor:
-        raise AssertionError("asked")
+        raise AssertionError("evaluated")
 
     blocks = BlockStates.of(torch.tensor([[[[2, 0], [0, 2]]]]), (32, 32))
     mask = SimpleNamespace(mask_mod=mask_mod, BLOCK_SIZE=(32, 32))
@@ -133,7 +136,7 @@ def test_the_emitted_function_hides_the_same_pairs_and_their_gradients(
     shared: tuple[bool, bool], tmp_path: Path
 ) -> None:
     mask, expected = random_mask(SMALL, (16, 32), shared, 5)
-    states = key_block_lists(mask, SMALL, limit=-1).block_states
+    states = limited(mask, SMALL).block_states
     assert states is not None
     table = torch.linspace(0.5, 2.0, 2)
     mods = HostMods(tmp_path)
@@ -156,7 +159,7 @@ def test_the_emitted_function_hides_the_same_pairs_and_their_gradients(
 @needs_nvrtc
 def test_a_kernel_compiles_with_a_mask(host: Any) -> None:  # noqa: F811
     mask, _ = random_mask(SMALL, (16, 32), (False, False), 5)
-    states = key_block_lists(mask, SMALL, limit=-1).block_states
+    states = limited(mask, SMALL).block_states
     assert states is not None
     mod = hidden_scores(lambda s, b, h, q, k: s * 2, mask, states)
     assert Captures(mod).key is not None  # so it is traced once
@@ -167,7 +170,7 @@ def test_a_kernel_compiles_with_a_mask(host: Any) -> None:  # noqa: F811
 def test_a_call_beyond_the_limit_gets_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, _ = random_mask(SMALL, (16, 32), (False, False), 5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    monkeypatch.setattr(lists, "LIMIT", -1)
     rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)
     found = kernel_lists_of(mask, [], rows, keys, Tile())
     assert found.block_states is not None and kernel_lists_of(mask, [], rows, keys, Tile()) is found
@@ -185,8 +188,8 @@ def test_a_mask_mod_that_does_not_run_on_scalars_is_refused_with_the_reason(monk
     mask, _ = random_mask(SMALL, (16, 32), (True, True), 5)
     mask.mask_mod = lambda b, h, q, k: tables[q.device][q] == 1
     monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
-    found = any_lists()._replace(
-        block_states=key_block_lists(random_mask(SMALL, (16, 32), (True, True), 5)[0], SMALL, limit=-1).block_states
+    found = ANY_LISTS._replace(
+        block_states=limited(random_mask(SMALL, (16, 32), (True, True), 5)[0], SMALL).block_states
     )
     with pytest.raises(UnsupportedError, match="no kernel evaluates its mask_mod: "):
         chosen(None, [], mask, lists=found)
@@ -201,7 +204,7 @@ def test_a_compiled_graph_gets_the_same_function(monkeypatch: pytest.MonkeyPatch
     tensors += [getattr(mask, f"full_{name}") for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")]
     call = graph_operator.call_of(SMALL[2:], tensors, (16, 32), text, [table], [], [], "", [], 0.1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    monkeypatch.setattr(lists, "LIMIT", -1)
     rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)
     for lists_of in (graph_operator._lists_of, graph_operator._made_lists_of):
         found = lists_of(call.block_mask, call.mask_captured, rows, keys, Tile())

@@ -127,6 +127,22 @@ def test_lists_are_shared_unless_the_mask_reads_the_batch_or_head(mod: Any, batc
     assert torch.equal(dense(lists, sizes), mod(*index).expand(sizes))
 
 
+def test_a_mask_mod_is_not_evaluated_where_all_blocks_are_full() -> None:
+    """It may read beyond a tensor there, also in a tile that reaches beyond the sequences."""
+    none, one = torch.zeros(1, 1, 1, dtype=torch.int32), torch.ones(1, 1, 1, dtype=torch.int32)
+    table = torch.ones(3, dtype=torch.bool)
+    mask = BlockMask.from_kv_blocks(
+        none,
+        none[..., None],
+        one,
+        none[..., None],
+        BLOCK_SIZE=256,
+        mask_mod=lambda b, h, q, k: table[q],
+        seq_lengths=(100, 200),
+    )
+    assert bool(dense(key_block_lists(mask, (1, 1, 100, 200)), (1, 1, 100, 200)).all())
+
+
 def test_lists_that_name_blocks_beyond_the_sequence_give_positions_in_range() -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu")
     for indices in (mask.q_indices, mask.full_q_indices):

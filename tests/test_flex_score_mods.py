@@ -257,14 +257,14 @@ def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
 def test_a_mask_whose_bits_exceed_the_limit_is_evaluated_in_the_kernel(
     case: Case, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    monkeypatch.setattr(lists, "LIMIT", -1)
     p = build(case, name)
     check(p, p.run())
 
 
 @pytest.mark.parametrize("mask", ["causal", "random_pairs", "by_head", "prefix"])
 def test_such_a_mask_needs_no_score_mod(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lists, "DEFAULT_LIMIT", -1)
+    monkeypatch.setattr(lists, "LIMIT", -1)
     p = build(Case(mask, seqlen_q=515, seqlen_k=515), "unchanged")
     tensors, options = p.arguments(deterministic=False)
     options["score_mod"] = None

@@ -1,6 +1,6 @@
 """FlexAttention training: gradients for any score_mod, mask_mod and BlockMask.
 
-attention      the public functions
+attention       the public functions
 forward         PyTorch's forward, or the reference's
 gradients       the gradients, computed by a kernel or the reference
 backends        chooses the kernel of a call, and calls it

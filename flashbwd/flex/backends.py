@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -227,12 +226,14 @@ def choose(
     if (backend := backend_option()) != "auto":
         options["backend"] = backend
     of_build = _kernel_of_build(call, query, key, value, captured, options, lists_of) if recognise else None
-    if of_build is None:
+    if of_build is not None and (of_build.bias is None or not of_build.bias.is_faster_compiled(query.dtype)):
+        return of_build
+    try:
         return _compiled_kernel(call, query, key, value, captured, options, lists_of)
-    if of_build.bias is not None and of_build.bias.is_faster_compiled(query.dtype):
-        with contextlib.suppress(UnsupportedError):
-            return _compiled_kernel(call, query, key, value, captured, options, lists_of)
-    return of_build
+    except UnsupportedError:
+        if of_build is None:
+            raise
+        return of_build
 
 
 def _compiled_kernel(

@@ -57,7 +57,7 @@ def _compiled_forward(
     while True:
         stages = _STAGES[attempt]
         given = options if stages is None else options | {"num_stages": stages}
-        rest = (call.score_mod, call.block_mask, call.scale, given or None, need_max_scores)
+        rest = (call.score_mod, call.block_mask, call.scale, given, need_max_scores)
         try:
             # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores lists.
             with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):

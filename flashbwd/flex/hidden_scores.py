@@ -17,7 +17,7 @@ __all__ = ["hidden_scores"]
 def hidden_scores(score_mod: Mod | None, block_mask: Any, blocks: BlockStates) -> Mod:
     """Return a ``score_mod`` whose score is -inf where ``block_mask`` hides a pair.
 
-    ``mask_mod`` is asked about pairs of partial blocks only. Elsewhere it could read beyond a captured tensor, which
+    ``mask_mod`` is evaluated for pairs of partial blocks only. For others it could read beyond a captured tensor, which
     would be an illegal access in a kernel.
 
     Parameters
@@ -36,9 +36,9 @@ def hidden_scores(score_mod: Mod | None, block_mask: Any, blocks: BlockStates) -
         state = states[b if by_batch else 0, h if by_head else 0, q_idx // rows, kv_idx // columns]
         visible = state == FULL
         if partial_pair is not None:
-            asked = state == PARTIAL
-            pair = [torch.where(asked, index, partial_pair[i]) for i, index in enumerate((b, h, q_idx, kv_idx))]
-            visible = visible | (asked & mask_mod(*pair))
+            partial = state == PARTIAL
+            pair = [torch.where(partial, index, partial_pair[i]) for i, index in enumerate((b, h, q_idx, kv_idx))]
+            visible = visible | (partial & mask_mod(*pair))
         modified = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
         return torch.where(visible, modified, -float("inf"))
 

@@ -24,8 +24,8 @@ Bit ``j % 32`` of word ``bits[t, i, j // 32]`` is 1 if query ``m * tile.queries 
   is partial, and its bits there are 0. So a kernel that applies the bits needs no other bound.
 - Each m occurs at most once in a list. All positions are in range, whatever the tensors of the BlockMask hold.
 
-If the bits would exceed the limit on memory, the lists show whole tiles: every tile that touches a block of the
-BlockMask, with all pairs that exist. Then ``block_states`` says what the kernel's ``score_mod`` must hide
+If the bits would take more than ``LIMIT`` bytes, the lists have every tile that touches a block of the BlockMask, and
+show all of its pairs. The kernel's ``score_mod`` must then hide what ``block_states`` and ``mask_mod`` hide
 (:mod:`flashbwd.flex.hidden_scores`).
 """
 
@@ -42,9 +42,9 @@ from flashbwd.flex import mask_bits
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import ABSENT, FULL, PARTIAL, listed_blocks
 
-__all__ = ["DEFAULT_LIMIT", "BlockStates", "KeyBlockLists", "key_block_lists", "longest_first", "tile_states"]
+__all__ = ["LIMIT", "BlockStates", "KeyBlockLists", "key_block_lists", "longest_first", "tile_states"]
 
-DEFAULT_LIMIT = 512 * 2**20  # bytes of mask bits per BlockMask
+LIMIT = 512 * 2**20  # most bytes of mask bits per BlockMask
 
 
 class BlockStates(NamedTuple):
@@ -52,7 +52,7 @@ class BlockStates(NamedTuple):
 
     Attributes
     ----------
-    states : Tensor, (B or 1, H or 1, query blocks, key blocks), int32
+    states : Tensor, (B or 1, H or 1, query blocks, key blocks), uint8
         ABSENT, PARTIAL or FULL
     partial_pair : Tensor, (4,), int32, optional
         Batch, head, query and key of a pair in a partial block. None if no block is partial.
@@ -65,8 +65,8 @@ class BlockStates(NamedTuple):
     def of(cls, states: Tensor, block_size: Sequence[int]) -> BlockStates:
         partial = (states == PARTIAL).nonzero()[:1].int()
         if not partial.numel():
-            return cls(states.int(), None)
-        return cls(states.int(), (partial * partial.new_tensor([1, 1, *block_size])).flatten())
+            return cls(states, None)
+        return cls(states, (partial * partial.new_tensor([1, 1, *block_size])).flatten())
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,6 @@ def key_block_lists(
     block_mask: Any,
     sizes: tuple[int, int, int, int],
     tile: Tile | None = None,
-    limit: int | None = None,
 ) -> KeyBlockLists:
     """Return the lists of a BlockMask. Reads sizes back from the device, so call it once per BlockMask.
 
@@ -118,8 +117,6 @@ def key_block_lists(
         Batch size, query heads, queries and keys of the call.
     tile : Tile, optional
         Default: 64 queries by 128 keys.
-    limit : int, optional
-        Most bytes of bits. Default: ``DEFAULT_LIMIT``.
     """
     tile = tile or Tile()
     batch, heads, seqlen_q, seqlen_k = sizes
@@ -130,7 +127,7 @@ def key_block_lists(
     states = tiles.transpose(2, 3).expand(batch if by_batch else -1, heads if by_head else -1, -1, -1).contiguous()
     partial = (states == PARTIAL).nonzero()  # (tiles, 4): list batch, list head, n, m
     block_states = None
-    if partial.shape[0] * tile.bytes > (DEFAULT_LIMIT if limit is None else limit):
+    if partial.shape[0] * tile.bytes > LIMIT:
         block_states = BlockStates.of(blocks, block_mask.BLOCK_SIZE)
         blocks = torch.full_like(blocks, FULL)
         whole = tile_states(blocks, block_mask.BLOCK_SIZE, lengths, tile)  # partial only at the end of a sequence

@@ -68,6 +68,11 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     k = n.unsqueeze(1) * tile.keys + torch.arange(tile.keys, device=m.device, dtype=torch.int32)
     exists = (q < sizes[2]).unsqueeze(2) & (k < sizes[3]).unsqueeze(1)
     q, k = q.clamp(max=sizes[2] - 1), k.clamp(max=sizes[3] - 1)  # indices of captured tensors stay in range
+    rows, columns = (index // size for index, size in zip((q, k), block_mask.BLOCK_SIZE, strict=True))
+    lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))
+    state = states[lists_b[:, None, None], lists_h[:, None, None], rows.unsqueeze(2), columns.unsqueeze(1)]
+    if not bool((state == PARTIAL).any()):  # mask_mod may read beyond a tensor if no pair needs it
+        return exists & (state == FULL)
     mod = unrounded(block_mask.mask_mod)
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         mod = torch.vmap(mod, in_dims=dims)
@@ -75,9 +80,6 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
         asked = run_mod("mask_mod", mod, b, h, q, k)
     if asked.dtype != torch.bool:
         raise ValueError(f"flashbwd: mask_mod returned {str(asked.dtype).removeprefix('torch.')}, expected bool")
-    rows, columns = (index // size for index, size in zip((q, k), block_mask.BLOCK_SIZE, strict=True))
-    lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))
-    state = states[lists_b[:, None, None], lists_h[:, None, None], rows.unsqueeze(2), columns.unsqueeze(1)]
     return exists & ((state == FULL) | ((state == PARTIAL) & asked))
 
 

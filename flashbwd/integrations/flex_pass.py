@@ -176,7 +176,7 @@ def _plan(
         pairs = query.shape[2] * key.shape[2]
         if any(tensor.numel() >= pairs for tensor in wanted) and not all(map(_is_fast_for_biases, kernels)):
             raise UnsupportedError("PyTorch's kernel is faster for the gradient of a tensor with an element per pair")
-    if config.triton.cudagraphs and any(kernel.lists is not None for kernel in kernels):
+    if config.triton.cudagraphs and any(map(_may_take_lists, kernels)):
         raise UnsupportedError("CUDA graphs cannot compute the lists of block_mask (mode='reduce-overhead')")
     with unset_fake_temporarily():
         metas: list[Any] = [None if t is None else _like(t, torch.device("meta")) for t in tensors]
@@ -194,17 +194,14 @@ def _is_fast_for_biases(kernel: backends.KernelCall) -> bool:
     return kernel.score_mod is None and "softcap" not in kernel.options
 
 
+def _may_take_lists(kernel: backends.KernelCall) -> bool:
+    """Return whether the call needs lists, or would if the rows of its bias were not aligned."""
+    return kernel.lists is not None or (kernel.bias is not None and not kernel.bias.has_gradient)
+
+
 def _may_need_another(kernel: backends.KernelCall, query: Tensor | None, key: Tensor | None) -> bool:
-    """Return whether a kernel that is compiled at run time computes the call if a size or an address changes.
-
-    ALiBi's distance does not follow Sk - Sq. The rows of a bias without a gradient may lose their alignment, which only
-    CUDA graphs need to know: that kernel takes lists.
-    """
-    from torch._inductor import config
-
+    """Return whether another kernel computes the call if Sk - Sq changes, because ALiBi's distance does not follow."""
     assert query is not None and key is not None
-    if kernel.bias is not None and not kernel.bias.has_gradient and config.triton.cudagraphs:
-        return True
     if kernel.slopes is None:
         return False
     return not statically_known_true(key.shape[2] - query.shape[2] == kernel.slopes.alibi.offset)

@@ -87,12 +87,9 @@ def _select(source: Value, dim: Value, index: Value) -> Value:
 def _part(source: Value, indices: Sequence[str | int | None]) -> Value:
     """Return an element of a pair, or a part of a captured tensor of which some dimensions have no index."""
     part = Part(source, (None,) * source.dim()) if isinstance(source, Tensor) else source
-    if not isinstance(part, Part) or len(indices) > part.indices.count(None):
+    if not isinstance(part, Part) or None in indices or len(indices) > part.indices.count(None):
         return None
-    chosen = [index for index in indices if index is not None]
-    if len(chosen) < len(indices):
-        return None
-    part = part.select(chosen)
+    part = part.select(indices)
     return part if None in part.indices or part.is_of_a_pair else None
 
 

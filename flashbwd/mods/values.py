@@ -162,7 +162,7 @@ class Part:
     tensor: Tensor
     indices: tuple[str | int | None, ...]
 
-    def select(self, chosen: Sequence[str | int]) -> Part:
+    def select(self, chosen: Sequence[str | int | None]) -> Part:
         """Return the part with indices for the first dimensions without one."""
         remaining = iter(chosen)
         indices = (next(remaining, None) if index is None else index for index in self.indices)

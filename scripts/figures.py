@@ -39,7 +39,7 @@ H200 = "nvidia-h200"
 FILES = {
     "attention": f"{H100}-attention-20261128-204517",
     "attention_features": f"{H100}-attention_features-20261123-101529",
-    "attention_h200": f"{H200}-attention-20261129-191524",
+    "attention_h200": f"{H200}-attention-20261130-082417",
     "attention_features_h200": f"{H200}-attention_features-20261129-160508",
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",

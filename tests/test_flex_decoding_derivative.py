@@ -52,9 +52,10 @@ OPERATORS: dict[str, list[str]] = {
         "{x}.clamp(min=0.5)",
         "{x}.clamp(max=-0.5)",
         "{x}.clamp(b.double() / 8, q.double() / 2)",
+        "{x}.clamp(k.double() / 4, k.double() / 4)",
     ],
-    "clamp_min": ["torch.clamp_min({x}, 0.5)"],
-    "clamp_max": ["torch.clamp_max({x}, 0.5)"],
+    "clamp_min": ["torch.clamp_min({x}, 0.5)", "torch.clamp_min({x}, k.double() / 4)"],
+    "clamp_max": ["torch.clamp_max({x}, 0.5)", "torch.clamp_max({x}, k.double() / 4)"],
     "_to_copy": ["{x}.to(torch.float64)", "({x} + ({x} * 3).to(torch.int32) * 0.5)"],
 }
 WITHOUT_AN_OPERATOR = {"alias", "contiguous", "view", "expand", "squeeze", "reshape", "lift_fresh"}

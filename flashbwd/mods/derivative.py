@@ -1,11 +1,12 @@
 """Writes the derivative of a traced score_mod as CUDA, in reverse mode with one rule per operator.
 
 At points without a unique derivative the rules follow PyTorch's autograd: maximum and minimum divide the gradient
-equally between equal arguments, clamp passes it on at its bounds, and the gradient of abs at 0 is 0.
+equally between equal arguments, clamp treats its bounds as the running version does, and the gradient of abs at 0 is 0.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
 from flashbwd.mods.emit import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter, struct_of
+from flashbwd.mods.numbers import number_of
 from flashbwd.mods.operators import c_type
 from flashbwd.mods.trace import Trace
 
@@ -232,13 +234,32 @@ class Derivative:
         if any(isinstance(bound, fx.Node) and bound in active for bound in (least, most)):
             raise CannotEmitError(f"score_mod calls {node.target}, whose derivative has no CUDA implementation")
         dtype = self.emitter.dtype(node)
-        value = self.emitter.cast(node.args[0], dtype)
-        inside = ["true"]
-        if least is not None:
-            inside.append(f"{value} >= {self.emitter.cast(least, dtype)}")
-        if most is not None:
-            inside.append(f"{value} <= {self.emitter.cast(most, dtype)}")
-        self._add(node.args[0], active, f"({' && '.join(inside)} ? {gradient} : 0)")
+        x = self.emitter.cast(node.args[0], dtype)
+        bounds = {sign: self.emitter.cast(n, dtype) for sign, n in ((">", least), ("<", most)) if n is not None}
+        share = _share_at_a_bound(str(node.target).endswith(".Tensor"))
+        if share in (0, 1):
+            equal = "=" if share else ""
+            inside = " && ".join(f"{x} {sign}{equal} {bound}" for sign, bound in bounds.items())
+            self._add(node.args[0], active, f"({inside} ? {gradient} : 0)")
+        else:
+            outside = " || ".join(f"{bound} {sign} {x}" for sign, bound in bounds.items())
+            at_one = " != ".join(f"({x} == {bound})" for bound in bounds.values())
+            self._add(node.args[0], active, f"({outside} ? 0 : {at_one} ? {gradient} * {share} : {gradient})")
+
+
+@functools.cache
+def _share_at_a_bound(is_tensor: bool) -> float:
+    """Return the factor of the gradient of a value that ``clamp`` finds equal to one of its bounds.
+
+    In torch 2.11 it is 1. In torch 2.14 it is 0 if the bounds are numbers, and 0.5 if they are tensors.
+    """
+
+    def gradient() -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.zeros((), requires_grad=True)
+            return torch.autograd.grad(x.clamp(min=torch.zeros(()) if is_tensor else 0), x)[0]
+
+    return float(number_of(gradient))  # type: ignore[arg-type]
 
 
 def _bodies(

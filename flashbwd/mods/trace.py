@@ -9,7 +9,6 @@ nor uses the GPU. It does not import PyTorch's compiler, because the import alon
 from __future__ import annotations
 
 import functools
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +71,8 @@ def trace(name: str, mod: Mod, with_score: bool) -> Trace:
     names = ["score", "b", "h", "q_idx", "kv_idx"] if with_score else ["b", "h", "q_idx", "kv_idx"]
     arguments = [recorder.argument(n, torch.float32 if n == "score" else torch.int32) for n in names]
     try:
-        with torch.no_grad(), GatherByIndex(), _Host(recorder), recorder:
+        # inference_mode(False) enables forward gradients, which the recorder expects, whatever the caller did.
+        with torch.inference_mode(False), torch.no_grad(), GatherByIndex(), _Host(recorder), recorder:
             result = mod(*arguments)
     except CannotEmitError:
         raise
@@ -109,20 +109,6 @@ class _Host(TorchFunctionMode):
         if func is torch._C._set_grad_enabled and not args[0]:
             self.recorder.trace.changes_gradients = True
         return func(*args, **(kwargs or {}))
-
-
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-_TRACE = trace.__wrapped__.__code__  # type: ignore[attr-defined]
-
-
-def _is_in_a_custom_function() -> bool:
-    """Return whether the traced function is in ``torch.autograd.Function.apply``."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code is not _TRACE:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class _Recorder(TorchDispatchMode):
@@ -166,7 +152,7 @@ class _Recorder(TorchDispatchMode):
             raise CannotEmitError(
                 f"{self.name} calls {func}, which reads a value back from the device, as a branch on a value does"
             )
-        if torch.is_inference_mode_enabled() or _is_in_a_custom_function():
+        if not torch._C._is_fwd_grad_enabled():  # in inference mode, and in the forward of a torch.autograd.Function
             self.trace.changes_gradients = True
         args, kwargs = self._promoted(func, args), dict(kwargs or {})
         varies = any(id(x) in self.varying for x in tree_leaves((args, kwargs)))

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashbwd
+from flashbwd import _ops
 from flashbwd.flex import backends, generated
 from flashbwd.flex.cache import kernel_lists_of, visible_everywhere
 from flashbwd.flex.generated import Kernel
@@ -319,9 +320,8 @@ def run_operator(**changes: Any) -> None:
     lists = torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     entries, bits = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
     options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": [], "kernel": 1} | changes
-    torch.ops.flashbwd.score_mod_attention_backward(
-        dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, [128, 128], **options
-    )
+    operands = (dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, [128, 128])
+    _ops.call(torch.ops.flashbwd.score_mod_attention_backward, *operands, **options)
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,7 @@ def test_ci_runs_the_commands_of_the_readme_before_it_installs_anything():
         "scripts/figures.py --check",
         'scripts/test_install.sh "$PWD/$python" shared dist/flashbwd-*.tar.gz',
         'scripts/test_install.sh "${oldest:-python3}" torch==2.10.0',
+        "scripts/test_wheel.sh dist/repaired/flashbwd-*.whl torch tests",
     ],
 )
 def test_ci_has_every_gate(gate):

@@ -183,6 +183,11 @@ def test_a_trace_within_a_custom_function_does_not_count() -> None:
     Outer.apply(torch.zeros(3, requires_grad=True))
 
 
+def test_a_trace_in_inference_mode_does_not_count() -> None:
+    with torch.inference_mode():
+        source_of(FORMS["pair"][0], [])
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_the_gradient_of_the_view_becomes_that_of_the_tensor(name: str) -> None:
     mod, tensor = FORMS[name]

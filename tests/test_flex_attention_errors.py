@@ -44,6 +44,11 @@ def in_place(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return s + BIAS[h]
 
 
+def moves_queries(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    q += 1
+    return s + q
+
+
 BIAS = torch.zeros(4)
 META = torch.zeros(4, device="meta")
 
@@ -89,6 +94,25 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     ),
     "counts_beyond": ({"block_mask": with_entry("kv_num_blocks", 7)}, "block_mask.kv_num_blocks holds the count 7"),
     "no_q_indices": ({"block_mask": causal(q_indices=None)}, "block_mask.q_indices is None, expected a tensor"),
+    "no_kv_indices": ({"block_mask": causal(kv_indices=None)}, "block_mask.kv_indices is None, expected a tensor$"),
+    "no_full_query_lists": (
+        {"block_mask": causal(full_q_num_blocks=None, full_q_indices=None)},
+        "block_mask.full_q_num_blocks is None, expected a tensor, or None for all of full_kv_num_blocks, ",
+    ),
+    "list_dtype": (
+        {"block_mask": causal(kv_indices=torch.zeros(2, 4, 3, 3))},
+        "block_mask.kv_indices is float32, expected int32",
+    ),
+    "list_type": ({"block_mask": causal(kv_indices=[0])}, "block_mask has lists of type list, expected tensors"),
+    "block_size": ({"block_mask": causal(BLOCK_SIZE=(0, 16))}, r"block_mask.BLOCK_SIZE is \(0, 16\), expected two"),
+    "other_query_lists": (
+        {"block_mask": causal(q_num_blocks=torch.zeros(2, 4, 3, dtype=torch.int32))},
+        "block_mask.q_num_blocks lists 0 blocks, expected 40, as many as block_mask.kv_num_blocks",
+    ),
+    "list_shapes": (
+        {"block_mask": causal(q_num_blocks=torch.zeros(1, 1, 3, dtype=torch.int32))},
+        r"block_mask.q_indices has shape \(2, 4, 3, 3\), expected one row for each element of block_mask.q_num_blocks",
+    ),
     "mask_result": (
         {"block_mask": causal(mask_mod=lambda b, h, q, k: q - k)},
         "mask_mod returned int32, expected a bool",
@@ -100,6 +124,15 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     "reads_query": (reading("query"), "score_mod reads query, expected a function of the score"),
     "reads_key": (reading("key"), "score_mod reads key, expected a function of the score"),
     "in_place": ({"score_mod": in_place}, "score_mod writes to a captured tensor with aten.copy_"),
+    "writes_to_an_index": ({"score_mod": moves_queries}, "score_mod writes to q_idx with aten.add_"),
+    "writes_to_the_score": (
+        {"score_mod": lambda s, b, h, q, k: s.add_(BIAS[h])},
+        "score_mod writes to score with",
+    ),
+    "writes_to_a_view": (
+        {"block_mask": causal(mask_mod=lambda b, h, q, k: q.view(1).add_(1)[0] >= k)},
+        "mask_mod writes to q_idx with aten.add_",
+    ),
     "captured_device": (
         {"score_mod": lambda s, b, h, q, k: s + META[h]},
         "score_mod captures a tensor on meta, expected query's cpu",

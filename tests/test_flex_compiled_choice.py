@@ -175,6 +175,15 @@ def test_a_score_mod_with_a_captured_tensor_that_requires_a_gradient_is_replaced
     assert call.score_mod.gradient.slots == {0: 0}
 
 
+def test_a_deterministic_gradient_of_a_captured_tensor_is_never_pytorchs(planned: list[Any]) -> None:
+    """PyTorch's kernel adds it in any order. No kernel of this library computes it, so the reference does."""
+    bias = torch.zeros(4, requires_grad=True)
+    compiled = attention(lambda s, b, h, i, j: s + bias[h], kernel_options={graph_operator.DETERMINISTIC: True})
+    inputs = leaves(SHAPE)
+    torch.autograd.grad(compiled(*inputs).float().sin().sum(), [*inputs, bias])
+    assert (compiled.count(OURS), compiled.count(PYTORCHS), planned) == (1, 0, [])
+
+
 slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 ALIBI: dict[str, Mod] = {
     "captured": lambda s, b, h, i, j: s + slopes[h] * (j - i),

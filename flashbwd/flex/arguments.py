@@ -103,6 +103,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, of_queries: bool = True) -> None:
     """Raise ``ValueError`` unless the lists fit query and key. ``of_queries``: also the lists that a backward reads."""
+    _check_fields(mask, of_queries)
     rows = [-(-length // size) for length, size in zip((query.shape[2], key.shape[2]), mask.BLOCK_SIZE, strict=True)]
     lists = {
         f"{prefix}_{suffix}": (dims, rows[0] if prefix.endswith("kv") else rows[1])
@@ -134,6 +135,25 @@ def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, of_queries: bo
                 f"flashbwd: block_mask.{name} has shape {tuple(tensor.shape)}, expected {expected} blocks in the third "
                 f"dimension for lengths {lengths} and BLOCK_SIZE {tuple(mask.BLOCK_SIZE)}"
             )
+
+
+def _check_fields(mask: BlockMask, of_queries: bool) -> None:
+    """Check the types of the lists, and that those of full blocks exist for queries and keys, or for neither."""
+    size = mask.BLOCK_SIZE
+    if len(size) != 2 or any(not isinstance(n, (int, torch.SymInt)) or n < 1 for n in size):
+        raise ValueError(f"flashbwd: block_mask.BLOCK_SIZE is {size}, expected two positive ints")
+    groups: list[tuple[str, ...]] = [("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")]
+    if of_queries and mask.q_indices is not None and mask.q_num_blocks is not None:
+        groups[1] += ("full_q_num_blocks", "full_q_indices")
+    for names, optional in zip(groups, (False, True), strict=True):
+        missing = [name for name in names if getattr(mask, name) is None]
+        if missing and not (optional and len(missing) == len(names)):
+            others = f", or None for all of {', '.join(names)}" if optional else ""
+            raise ValueError(f"flashbwd: block_mask.{missing[0]} is None, expected a tensor{others}")
+        for name in names:
+            tensor = getattr(mask, name)
+            if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"flashbwd: block_mask.{name} is {_name_of(tensor.dtype)}, expected int32")
 
 
 def acting_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +196,24 @@ def check_lists(mask: BlockMask, lengths: tuple[int, int]) -> None:
         counts, indices = getattr(mask, f"{prefix}_num_blocks"), getattr(mask, f"{prefix}_indices")
         if counts is None or indices is None or not _can_be_read(counts):
             continue
+        if counts.shape != indices.shape[:3]:
+            raise ValueError(
+                f"flashbwd: block_mask.{prefix}_indices has shape {tuple(indices.shape)}, expected one row for each "
+                f"element of block_mask.{prefix}_num_blocks, which has shape {tuple(counts.shape)}"
+            )
         column = torch.arange(indices.shape[-1], device=indices.device)
         listed = indices[column < counts.unsqueeze(-1)]
         _check_range(f"block_mask.{prefix}_num_blocks holds the count", counts, indices.shape[-1])
         _check_range(f"block_mask.{prefix}_indices names block", listed, most - 1)
+    for kind in ("", "full_"):
+        of_keys, of_queries = (getattr(mask, f"{kind}{side}_num_blocks") for side in ("kv", "q"))
+        if of_keys is None or of_queries is None or not _can_be_read(of_keys):
+            continue
+        if of_keys.shape[:2] == of_queries.shape[:2] and (given := int(of_queries.sum())) != int(of_keys.sum()):
+            raise ValueError(
+                f"flashbwd: block_mask.{kind}q_num_blocks lists {given} blocks, expected {int(of_keys.sum())}, as many "
+                f"as block_mask.{kind}kv_num_blocks"
+            )
 
 
 def _check_range(text: str, values: Tensor, most: int) -> None:

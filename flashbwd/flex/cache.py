@@ -66,7 +66,11 @@ _lists_of_mask = operator.attrgetter(
 
 def tensors_of(block_mask: BlockMask) -> list[Tensor]:
     """Return the list tensors of a BlockMask."""
-    return [tensor for tensor in _lists_of_mask(block_mask) if tensor is not None]
+    found = [tensor for tensor in _lists_of_mask(block_mask) if tensor is not None]
+    for tensor in found:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"flashbwd: block_mask has lists of type {type(tensor).__name__}, expected tensors")
+    return found
 
 
 @functools.lru_cache(maxsize=32)

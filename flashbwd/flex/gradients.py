@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.kernel_lists import UnsupportedError
@@ -15,8 +17,9 @@ from flashbwd.reference.decoding import DecodingCall, decoding_backward
 __all__ = ["gradients"]
 
 
-def _ignore(reason: UnsupportedError) -> None:
-    pass
+def _warn_on_a_gpu(query: Tensor, reason: UnsupportedError) -> None:
+    if query.is_cuda and backend_option() != "reference":
+        warnings.warn(f"flashbwd: the slow reference computes the gradients of flex_attention: {reason}", stacklevel=3)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -35,7 +38,7 @@ def gradients(
     captured: list[Tensor],
     deterministic: bool,
     lists_of: backends.ListsOf = kernel_lists_of,
-    on_refusal: Callable[[UnsupportedError], None] = _ignore,
+    on_refusal: Callable[[UnsupportedError], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Return dq, dk, dv and the gradients of the captured tensors.
 
@@ -44,7 +47,8 @@ def gradients(
     lists_of : callable, optional
         Returns the lists of the block mask, as :func:`~flashbwd.flex.cache.kernel_lists_of`.
     on_refusal : callable, optional
-        Called with the reason before the reference computes the call because no kernel does.
+        Called with the reason before the reference computes the call because no kernel does. The default warns if the
+        call is on a GPU.
     """
     inputs = (query, key, value)
     if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
@@ -62,7 +66,10 @@ def gradients(
             [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)],
         )
     except UnsupportedError as reason:
-        on_refusal(reason)
+        if on_refusal is None:
+            _warn_on_a_gpu(query, reason)
+        else:
+            on_refusal(reason)
     with torch.no_grad(), arguments.without_autocast(query.device):
         *grads, found = decoding_backward(call, q, k, v, out, lse, dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))

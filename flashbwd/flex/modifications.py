@@ -18,16 +18,22 @@ from flashbwd.reference.modifications import CapturedTensors, Mod
 __all__ = ["captured_of", "name_of"]
 
 
+_INDICES = ("b", "h", "q_idx", "kv_idx")
+
 # For functions that have been checked: the positions of the tensors that they read among those of ``Captures``.
 _known: Recent[list[int]] = Recent(1024)
 
 
 class _Watch(TorchDispatchMode):
-    """Raises before an operator writes to a captured tensor or a view of one. Notes whether the host reads a value."""
+    """Raises before an operator writes to an argument, a captured tensor or a view of one.
 
-    def __init__(self, name: str, found: CapturedTensors) -> None:
+    Notes whether the host reads a value.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Tensor], found: CapturedTensors) -> None:
         super().__init__()
         self.name = name
+        self.arguments = arguments
         self.found = found
         self.reads_values = False
 
@@ -39,14 +45,18 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self.reads_values |= func.overloadpacket in READS
         if func._schema.is_mutable:
-            storages = {_storage(tensor) for tensor in self.found.captured.values()}
             for i, argument in enumerate(func._schema.arguments):
-                written = args[i] if i < len(args) else kwargs.get(argument.name)
-                if argument.is_write and any(_storage(leaf) in storages for leaf in tree_leaves(written)):
-                    raise ValueError(
-                        f"flashbwd: {self.name} writes to a captured tensor with {func}, expected only reads"
-                    )
+                if argument.is_write:
+                    for leaf in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                        self._check_write(func, leaf)
         return func(*args, **kwargs)
+
+    def _check_write(self, func: Any, written: Any) -> None:
+        storage = _storage(written)
+        named = [(name, [argument]) for name, argument in self.arguments.items()]
+        for name, tensors in (*named, ("a captured tensor", list(self.found.captured.values()))):
+            if storage is not None and storage in map(_storage, tensors):
+                raise ValueError(f"flashbwd: {self.name} writes to {name} with {func}, expected only reads")
 
 
 def _storage(value: Any) -> int | None:
@@ -83,8 +93,8 @@ def captured_of(
     Raises
     ------
     ValueError
-        If the function returns another shape or dtype, writes to a captured tensor, or captures an operand or a tensor
-        on another device.
+        If the function returns another shape or dtype, writes to an argument or a captured tensor, or captures an
+        operand or a tensor on another device.
     RuntimeError
         If the function raises.
     """
@@ -108,13 +118,14 @@ def _call_on_scalars(
     name: str, mod: Mod, with_score: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], bool]:
     """Return the tensors that a modification captures, and whether the host reads a value. Check the result."""
-    indices = torch.zeros(4, device=device, dtype=torch.int32).unbind()
-    arguments = (torch.zeros((), device=device, dtype=dtype), *indices) if with_score else indices
-    found = CapturedTensors(arguments)
-    watch = _Watch(name, found)
+    arguments = {name: torch.zeros((), device=device, dtype=torch.int32) for name in _INDICES}
+    if with_score:
+        arguments = {"score": torch.zeros((), device=device, dtype=dtype)} | arguments
+    found = CapturedTensors(list(arguments.values()))
+    watch = _Watch(name, arguments, found)
     try:
         with torch.enable_grad(), found, watch:
-            result = mod(*arguments)
+            result = mod(*arguments.values())
     except ValueError as error:
         if str(error).startswith("flashbwd: "):
             raise

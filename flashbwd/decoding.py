@@ -15,8 +15,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd._autograd import transforms_are_active
 from flashbwd.flex import arguments
+from flashbwd.flex.cache import tensors_of
 from flashbwd.integrations.distributed import decode_shards
 from flashbwd.mods.backward import run_backward
+from flashbwd.mods.captures import Reads
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
@@ -201,7 +203,13 @@ class _FlexDecoding(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, largest, exact = _forward(call, query, key, value, exact=True)
         ctx.call = call
-        ctx.save_for_backward(query, key, value, exact, lse, *captured)
+        ctx.reads = Reads(call.score_mod, call.block_mask)
+        # The functions read these tensors themselves, not what a saved-tensor hook makes of them.
+        ctx.captured = list(captured)
+        lists = [] if call.block_mask is None else tensors_of(call.block_mask)
+        # The backward reads these again. Autograd raises an error if they were written to in between.
+        checked = [t.detach() for t in (*ctx.reads.tensors(), *lists) if not (t.requires_grad or t.is_inference())]
+        ctx.save_for_backward(query, key, value, exact, lse, *captured, *checked)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
         return out, lse, largest
@@ -209,10 +217,11 @@ class _FlexDecoding(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *captured = ctx.saved_tensors
-        inputs = (query, key, value, *captured)
+        query, key, value, out, lse, *_ = ctx.saved_tensors
+        ctx.reads.check()
+        inputs = (query, key, value, *ctx.captured)
         if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
             return None, *(torch.zeros_like(tensor) for tensor in inputs)
-        dq, dk, dv, dcaptured = _backward(ctx.call, query, key, value, out, lse, dout, dlse, captured)
+        dq, dk, dv, dcaptured = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
         grads = (dq, dk, dv, *dcaptured)
         return None, *(grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True))

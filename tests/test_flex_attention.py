@@ -298,3 +298,19 @@ def test_a_compiled_model_gets_the_same_gradients() -> None:
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
     grads, expected = (torch.autograd.grad(loss(*results), inputs) for results in (got, want))
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_holds_pytorchs_operator(strict: bool) -> None:
+    """PyTorch exports a call without gradients. On a CPU it refuses others."""
+    shape = Shape(seqlen_q=40, seqlen_k=40)
+    bias, mask = torch.randn(4), kit.block_mask(lambda b, h, q, k: q >= k, shape, block=16)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flashbwd.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[h], mask, enable_gqa=True)
+
+    inputs = shape.tensors(torch.float32)
+    program = torch.export.export(Layer(), inputs, strict=strict)
+    assert any("flex_attention" in str(node.target) for node in program.graph.nodes if node.op == "call_function")
+    torch.testing.assert_close(program.module()(*inputs), Layer()(*inputs))

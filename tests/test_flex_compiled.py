@@ -261,6 +261,27 @@ def test_no_length_recompiles() -> None:
     assert counted() == (5, {})
 
 
+def test_a_score_mod_that_captures_a_length_recompiles_for_none() -> None:
+    table = torch.randn(4, 700, dtype=torch.float64, requires_grad=True)
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        last = k.shape[2] - 1
+        return attend(q, k, v, lambda s, b, h, i, j: s + table[h, i - j + last], None)
+
+    compiled = Compiled(one, dynamic=True)
+    for seqlen in (150, 48, 70, 129, 300):
+        shape = Shape(batch=2, seqlen_q=seqlen, seqlen_k=seqlen + 5)
+        inputs, same = leaves(*shape.tensors(torch.float64)), leaves(*shape.tensors(torch.float64))
+        grads = torch.autograd.grad(loss(*compiled(*inputs)), [*inputs, table])
+        i, j = torch.arange(seqlen).unsqueeze(1), torch.arange(seqlen + 5)
+        bias = table[:, i - j + seqlen + 4]
+        exact = decoding.oracle(shape, *same, lambda s, b, h, q, k, bias=bias: s + bias[h, q, k])
+        want = torch.autograd.grad(loss(*exact), [*same, table])
+        torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-10)
+    assert len(compiled.graphs) == 1
+    assert counted() == (5, {})
+
+
 def test_a_captured_tensor_of_any_length_gets_its_gradient_without_recompiling() -> None:
     """PyTorch captures the sizes of such a tensor too, as symbols that only its derivative reads."""
 

@@ -90,7 +90,7 @@ def test_emitted_source_compiles_without_the_toolkit_or_a_gpu(name: str) -> None
 @pytest.mark.parametrize("name", ["relative_bias", "trig"])
 def test_the_emitted_source_of_a_backward_compiles_without_the_toolkit_or_a_gpu(name: str) -> None:
     mod = kit.score_mods(Shape())[name]
-    source, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), [])
+    source = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), []).source
     source = backward.backward_source(source, 64, torch.bfloat16, True)
     assert nvrtc.compile_source(source, nvrtc.compiler_options("sm_90"))
 

@@ -130,7 +130,7 @@ def test_the_kernels_of_both_passes_are_told_which_functions_there_are(with_scor
     score = trace("score_mod", mod, True) if with_score else None
     mask = trace("mask_mod", mask_mod, False) if with_mask else None
     slots = Slots(Captures(mod, mask_mod), "cpu")
-    for text in (emit(score, mask, slots), emit_gradient(score, mask, slots, [])[0]):
+    for text in (emit(score, mask, slots), emit_gradient(score, mask, slots, []).source):
         struct = text[text.rindex("struct Mod") :]
         assert f"kHasScoreMod = {'true' if with_score else 'false'};" in struct
         assert f"kHasMask = {'true' if with_mask else 'false'};" in struct

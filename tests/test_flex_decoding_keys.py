@@ -169,6 +169,12 @@ def test_masks_that_pytorch_combines_have_a_key() -> None:
     assert key_of(both(3, table)) != key_of(both(4, table))
 
 
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"a": x}, lambda x: (1, [x]), lambda x: {x: 1}])
+def test_the_key_contains_the_items_of_lists_and_dicts(make: Any) -> None:
+    assert key_of(plus(make(2))) == key_of(plus(make(2)))
+    assert key_of(plus(make(2))) != key_of(plus(make(3)))
+
+
 # ---- functions without a key ----
 
 
@@ -201,9 +207,9 @@ NOT_PROVABLE: dict[str, Any] = {
     "method": layer.of_class,
     "method_called": lambda s, b, h, q, k: s * layer.read(),
     "helper": lambda s, b, h, q, k: s * helper(),
-    "list": plus([table]),
-    "dict": plus({"a": table}),
-    "list_in_tuple": plus((1, [table])),
+    "long_list": plus([table] * 65),
+    "long_dict": plus(dict.fromkeys(range(65), table)),
+    "set": plus({1, 2}),
     "partial": functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
     "callable": nn.Identity(),
     "getattr": lambda s, b, h, q, k: s * getattr(table, "shape")[0],  # noqa: B009

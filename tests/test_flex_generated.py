@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit.compiler import needs_nvrtc
+from kit.emission import with_numbers
 from kit.host import dense_problem, device_info, load_host
 from test_attention_sm80_plan import A100
 from test_attention_sm90_plan import plan_of
@@ -30,7 +31,8 @@ from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures, Slots
-from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
+from flashbwd.mods.derivative import Gradient, emit_gradient, emit_score_gradient
+from flashbwd.mods.operators import literal
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import DecodingCall
 
@@ -48,7 +50,11 @@ MODS: dict[str, tuple[Mod, list[Tensor]]] = {  # and the captured tensors that g
 
 
 def source_of(mod: Mod, differentiable: list[Tensor]) -> str:
-    return emit_score_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)[0]
+    return gradient_of(mod, differentiable).source
+
+
+def gradient_of(mod: Mod, differentiable: list[Tensor]) -> Gradient:
+    return emit_score_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
 
 
 def emitted(name: str) -> str:
@@ -85,7 +91,39 @@ def test_any_score_mod_is_compiled(on_a_gpu: Callable[..., Tensor]) -> None:
     call = choose(on_a_gpu, doubled, [])
     assert call.operator is torch.ops.flashbwd.score_mod_attention_backward
     assert call.score_mod is not None
-    assert "times(static_cast<float>(score), static_cast<float>(2.0))" in call.score_mod.gradient.source
+    assert "times(static_cast<float>(score), static_cast<float>(2.0))" in with_numbers(call.score_mod.gradient)
+
+
+@pytest.mark.parametrize(
+    "mod_of",
+    [
+        lambda n: lambda s, b, h, q, k: s + TABLE[h, q - k + n - 1],
+        lambda n: lambda s, b, h, q, k: s * (1 + n / 100) + (q - k) / (n / 7.3),
+        lambda n: lambda s, b, h, q, k: torch.where((q < n) & (k < n), s, -torch.inf),
+    ],
+    ids=["offset", "temperature", "prefix"],
+)
+def test_functions_that_differ_in_numbers_have_one_source(mod_of: Callable[[int], Mod]) -> None:
+    found = [gradient_of(mod, []) for mod in map(mod_of, range(2, 52))]
+    assert len({gradient.source for gradient in found}) == 1
+    assert len({tuple(gradient.numbers) for gradient in found}) == 50
+
+
+def test_a_divisor_stays_in_the_source() -> None:
+    """The compiler replaces the division by a known integer."""
+    mods = [lambda s, b, h, q, k, n=n: s + (q // n - k // n) for n in (64, 65)]
+    assert len({source_of(mod, []) for mod in mods}) == 2
+
+
+def test_numbers_beyond_the_slots_and_32_bits_stay_in_the_source() -> None:
+    def mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        for i in range(20):
+            s = s * (2.5 + i)
+        return s + (q.long() + (1 << 40)).float() * 1e300
+
+    gradient = gradient_of(mod, [])
+    assert len(gradient.numbers) == 16
+    assert all(text in gradient.source for text in (literal(21.5), literal(1 << 40), literal(1e300)))
 
 
 def test_a_softcap_keeps_the_kernel_of_the_build(on_a_gpu: Callable[..., Tensor]) -> None:
@@ -200,12 +238,14 @@ def test_sm90_computes_block_masks_of_16_bit_and_sm80_those_of_float32(
 def test_the_function_and_its_derivative_are_those_that_flex_decoding_runs(name: str) -> None:
     """Other tests compare that source with autograd. Only here, gradients of captured tensors go through sums."""
     mod, differentiable = MODS[name]
-    of_decoding, _ = emit_gradient(trace("score_mod", mod, True), None, Slots(Captures(mod), "cpu"), differentiable)
-    to_memory = re.sub(r"sums\.sum\d+\.add\(adds, ", "if (adds) atomicAdd(", emitted(name))
+    slots = Slots(Captures(mod), "cpu")
+    of_decoding = emit_gradient(trace("score_mod", mod, True), None, slots, differentiable).source
+    source = with_numbers(gradient_of(mod, differentiable))
+    to_memory = re.sub(r"sums\.sum\d+\.add\(adds, ", "if (adds) atomicAdd(", source)
     bodies = [body.rpartition("\n  }")[0] for body in to_memory.split(") {\n")[1:]]
     assert len(bodies) == 2
     assert all(body in of_decoding for body in bodies)
-    assert ("kCapturedGradients = true" in emitted(name)) == bool(differentiable)
+    assert ("kCapturedGradients = true" in source) == bool(differentiable)
 
 
 def test_each_access_to_a_captured_tensor_has_a_sum_that_is_finished() -> None:
@@ -319,7 +359,8 @@ def run_operator(**changes: Any) -> None:
     q, k, v, out, dout = (torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16) for _ in range(5))
     lists = torch.zeros(1, 1, 1, 4, dtype=torch.int32)
     entries, bits = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, 512, dtype=torch.int32)
-    options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": [], "kernel": 1} | changes
+    options: dict[str, Any] = {"captured": [], "gradients": [], "gradient_slots": []} | changes
+    options = {"numbers": [], "kernel": 1} | options
     operands = (dout, q, k, v, out, torch.zeros(1, 2, 8), lists, entries, bits, True, [128, 128])
     _ops.call(torch.ops.flashbwd.score_mod_attention_backward, *operands, **options)
 
@@ -328,6 +369,8 @@ def run_operator(**changes: Any) -> None:
     ("changes", "words"),
     [
         ({"kernel": 0}, "kernel is 0, expected the handle of a compiled kernel"),
+        ({"numbers": [3] * 17}, "numbers has 17 elements, expected at most 16"),
+        ({"numbers": [1 << 31]}, "numbers holds 2147483648, expected 32-bit integers"),
         ({"captured": [TABLE] * 17}, "captured has 17 tensors, expected at most 16"),
         (
             {"captured": [torch.zeros(1, 1, 1, 1, 1, 1)]},

@@ -202,7 +202,7 @@ def test_a_compiled_graph_gets_the_same_function(monkeypatch: pytest.MonkeyPatch
     text = text_of("mask_mod", graph(*[torch.zeros((), dtype=torch.int32) for _ in range(4)], torch.zeros(4, 4)))
     tensors = [getattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")]
     tensors += [getattr(mask, f"full_{name}") for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices")]
-    call = graph_operator.call_of(SMALL[2:], tensors, (16, 32), text, [table], [], [], "", [], 0.1)
+    call = graph_operator.call_of(SMALL[2:], tensors, (16, 32), text, [table], [], [], "", [], [], [], 0.1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(lists, "LIMIT", -1)
     rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)

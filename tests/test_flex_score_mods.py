@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import flashbwd
-from flashbwd.flex import generated, gradients, lists
+from flashbwd.flex import backends, generated, gradients, lists
 from flashbwd.mods import nvrtc
 
 pytestmark = pytest.mark.gpu
@@ -252,6 +252,37 @@ def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
     assert all(x.isfinite().all() for x in (*grads, *captured.values()))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_hidden_pairs_do_not_reach_beyond_a_captured_tensor(trained: bool) -> None:
+    """Visible pairs have indices up to 299, hidden ones up to 598."""
+    case = Case("causal", seqlen_q=300, seqlen_k=300, head_dim=64)
+    tensors, options = build(case, "unchanged").arguments(deterministic=not trained)
+    table = torch.randn(case.heads, 300, device="cuda")
+    found = []
+    for whole in (table, torch.cat([table, torch.full_like(table, float("nan"))], 1)):
+        whole.requires_grad_(trained)
+        options["score_mod"] = lambda s, b, h, i, j, whole=whole: s + whole[h, 299 - (i - j)]
+        found.append(flashbwd.flex_attention_backward(*tensors, **options))
+    if not trained:
+        assert all(torch.equal(*pair) for pair in zip(found[0][:3], found[1][:3], strict=True))
+        return
+    small_table, large_table = (next(iter(grads.captured.values())) for grads in found)
+    torch.testing.assert_close(small_table, large_table[:, :300], rtol=1e-3, atol=1e-3)
+    assert not large_table[:, 300:].any()
+
+
+def test_fifty_lengths_compile_one_kernel() -> None:
+    table = torch.randn(2, 4096, device="cuda")
+    generated._kernel.cache_clear()
+    for n in range(200, 700, 10):
+        q, k, v, out, dout = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(5))
+        lse = torch.full((1, 2, n), 9.0, device="cuda")
+        flashbwd.flex_attention_backward(
+            dout, q, k, v, out, lse, score_mod=lambda s, b, h, i, j, n=n: s * (1 + n / 1000) + table[h, i - j + n - 1]
+        )
+    assert generated._kernel.cache_info().misses == 1
+
+
 @pytest.mark.parametrize("name", ["relative_bias", "cap_and_decay", "trained_scale"])
 @pytest.mark.parametrize("case", [Case("documents", seqlen_q=777, seqlen_k=777), Case("random_blocks", head_dim=64)])
 def test_a_mask_whose_bits_exceed_the_limit_is_evaluated_in_the_kernel(
@@ -282,6 +313,18 @@ def test_a_plan_finds_a_kernel_on_disk_and_then_in_memory(monkeypatch: pytest.Mo
     assert p.plan().cache == "memory"
     nvrtc._loaded.clear()
     assert p.plan().cache == "disk"
+
+
+@pytest.mark.parametrize("name", [None, "relative_bias", "trained_scale"])
+def test_the_operators_pass_opcheck(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = build(Case("causal", seqlen_q=130, seqlen_k=130, head_dim=64), name or "unchanged")
+    tensors, options = p.arguments(deterministic=False)
+    called: list[Any] = []
+    real = backends._run
+    monkeypatch.setattr(backends, "_run", lambda *args: called.append(args) or real(*args))
+    flashbwd.flex_attention_backward(*tensors, **options | ({} if name else {"score_mod": None}))
+    operator, operands, given = called[-1]  # others are plans
+    torch.library.opcheck(operator.default, tuple(operands), given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_sm90_calls_can_be_captured_in_a_graph_after_the_first_call() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -103,12 +104,21 @@ def test_a_modification_that_reads_a_value_on_the_host_is_called_again(runs: lis
 
 
 def test_a_modification_that_reads_an_object_is_called_again(runs: list[None]) -> None:
-    tables = [torch.zeros(4)]
+    tables = deque([torch.zeros(4)])
     mod = lambda s, b, h, q, k: s + tables[0][h]  # noqa: E731
     assert captured(mod) == [id(tables[0])]
     tables[0] = torch.zeros(4)
     assert captured(mod) == [id(tables[0])]
     assert len(runs) == 2
+
+
+def test_a_known_modification_captures_the_tensors_that_a_list_has_now(runs: list[None]) -> None:
+    tables = [torch.zeros(4)]
+    mod = lambda s, b, h, q, k: s + tables[0][h]  # noqa: E731
+    assert captured(mod) == [id(tables[0])]
+    tables[0] = torch.zeros(4)
+    assert captured(mod) == [id(tables[0])]
+    assert len(runs) == 1
 
 
 def test_a_known_modification_may_not_capture_an_operand_of_a_later_call() -> None:

@@ -221,7 +221,7 @@ def test_every_generated_score_mod_can_be_written_as_cuda(first: int) -> None:
         captures = Captures(function)
         assert captures.key is not None, mod.text  # it is traced once
         traced = trace("score_mod", function, True)
-        _, slots = emit_score_gradient(traced, None, Slots(captures, "cpu"), differentiable)
+        slots = emit_score_gradient(traced, None, Slots(captures, "cpu"), differentiable).slots
         assert sorted(slots) == list(range(len(differentiable))), mod.text
 
 

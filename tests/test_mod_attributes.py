@@ -275,7 +275,6 @@ NOT_PROVABLE: dict[str, Mod] = {
     "field_of_a_named_tuple": lambda s, b, h, q, k: s * pair.gain,
     "missing": lambda s, b, h, q, k: s * plain.missing,
     "unset_slot": lambda s, b, h, q, k: s * unset.gain,
-    "list": lambda s, b, h, q, k: s * plain.parts[0],
     "object": lambda s, b, h, q, k: s if plain.inner else -s,
     "attribute_of_a_tensor": lambda s, b, h, q, k: s if plain.table.requires_grad else -s,
     "whole": lambda s, b, h, q, k: s * plain.gain if plain else s,

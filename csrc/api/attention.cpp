@@ -208,16 +208,26 @@ void set_captured(const std::vector<Tensor>& captured, const std::vector<Tensor>
   }
 }
 
+void set_numbers(const std::vector<int64_t>& numbers, CompiledScoreMod* score_mod) {
+  check(numbers.size() <= kMaxNumbers, "numbers has ", numbers.size(), " elements, expected at most ", kMaxNumbers);
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    check(numbers[i] == static_cast<int32_t>(numbers[i]), "numbers holds ", numbers[i], ", expected 32-bit integers");
+    score_mod->numbers[i] = static_cast<int32_t>(numbers[i]);
+  }
+}
+
 void score_mod_attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   ArgumentReader reader(stack);
   BlockMaskCall masked(reader);
   const auto captured = reader.read<std::vector<Tensor>>();
   const auto gradients = reader.read<std::vector<Tensor>>();
   const auto slots = reader.read<std::vector<int64_t>>();
-  CompiledScoreMod score_mod;
+  const auto numbers = reader.read<std::vector<int64_t>>();
+  CompiledScoreMod score_mod = {};
   score_mod.kernel = reinterpret_cast<void*>(reader.read<int64_t>());
   check(score_mod.kernel != nullptr, "kernel is 0, expected the handle of a compiled kernel");
   set_captured(captured, gradients, slots, describe(masked.call.q).device, &score_mod);
+  set_numbers(numbers, &score_mod);
   masked.call.arguments.has_score_mod = true;
   masked.run(stack, &score_mod);
 }
@@ -356,9 +366,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(flashbwd, m) {
   define("block_mask_attention_backward" + block_mask + ") -> (Tensor dq, Tensor dk, Tensor dv)");
   define("plan_block_mask_attention_backward" + block_mask + ", int plan_device=-1) -> str");
   // The same with a score_mod that was compiled for the call's tile and dtype. `kernel` is its CUkernel. The kernel
-  // adds to `gradients`, which belong to the captured tensors number `gradient_slots`.
+  // adds to `gradients`, which belong to the captured tensors number `gradient_slots`. `numbers` are int32, or the bits
+  // of a float.
   define("score_mod_attention_backward" + block_mask +
-         ", *, Tensor[] captured, Tensor(a!)[] gradients, int[] gradient_slots, int kernel) -> "
+         ", *, Tensor[] captured, Tensor(a!)[] gradients, int[] gradient_slots, int[] numbers, int kernel) -> "
          "(Tensor dq, Tensor dk, Tensor dv)");
   define("plan_score_mod_attention_backward" + block_mask + ", int plan_device=-1) -> str");
   define("check_attention_inputs(Tensor q, Tensor k, Tensor v" + flashbwd::option_schema(flashbwd::kOfForward) +

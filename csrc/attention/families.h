@@ -5,7 +5,7 @@
 #include <string>
 
 #include "../common/types.h"
-#include "../mods/captured_tensor.h"
+#include "generated_params.h"
 #include "params.h"
 #include "plan.h"
 #include "problem.h"
@@ -26,12 +26,9 @@ struct AttentionFamily {
 // Launches on `stream`. Returns null, or a message that stays valid until the next call on this thread.
 using AttentionLauncher = const char* (*)(const AttentionBackwardParams&, const AttentionPlan&, void* stream);
 
-// A score_mod that NVRTC compiled into a kernel (flashbwd/flex/generated.py), and the tensors that it reads and adds
-// to.
-struct CompiledScoreMod {
-  void* kernel = nullptr;  // CUkernel for the dtype and the tile of the plan
-  CapturedTensor captured[kMaxCaptured] = {};
-  void* gradients[kMaxCaptured] = {};
+// A score_mod that NVRTC compiled into a kernel (flashbwd/flex/generated.py), and what it reads and adds to.
+struct CompiledScoreMod : CapturedValues {
+  void* kernel;  // CUkernel for the dtype and the tile of the plan
 };
 
 // As AttentionLauncher, for a problem with has_score_mod.

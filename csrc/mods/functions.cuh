@@ -28,7 +28,15 @@ __device__ __forceinline__ float round_half(float x) {
 __device__ __forceinline__ float round_bfloat16(float x) {
   return float_of_bfloat16(static_cast<unsigned short>(pack_16bit<true>(x, 0.f)));
 }
-__device__ __forceinline__ long long wrap(long long i, int size) { return i < 0 ? i + size : i; }
+// An index of a dimension with `size` elements, where -1 is the last one. An index beyond it becomes the last one: a
+// modification is also called for hidden pairs, for which its tensors may have no element.
+__device__ __forceinline__ int wrap(int i, int size) {
+  const uint32 last = static_cast<uint32>(size - 1), index = static_cast<uint32>(i < 0 ? i + size : i);
+  return static_cast<int>(index < last ? index : last);
+}
+__device__ __forceinline__ int wrap(long long i, int size) {
+  return wrap(i > 0x7fffffff ? 0x7fffffff : i < -0x7fffffff ? -0x7fffffff : static_cast<int>(i), size);
+}
 // ---- arithmetic with PyTorch's semantics: integers wrap around, and a * b + c is not contracted to an FMA ----
 
 template <typename T>

@@ -225,7 +225,7 @@ def _check_range(text: str, values: Tensor, most: int) -> None:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor or tensor.device.type not in _AUTOCAST:
+    if type(tensor) is not Tensor or tensor.device.type not in _AUTOCAST or torch.compiler.is_exporting():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
@@ -22,6 +22,7 @@ from flashbwd.flex.gradients import gradients
 from flashbwd.flex.graph_operator import DETERMINISTIC
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
+from flashbwd.mods.captures import Reads
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import Mod, accumulator
 
@@ -46,7 +47,7 @@ class FlexAttentionGrads(NamedTuple):
         Of query's, key's and value's shape, dtype and strides.
     captured : dict
         The gradient of each tensor that ``score_mod`` captures and that requires one: by the name of the variable, or
-        by its position in the order of first use if it has no name.
+        by its position among them, in the order of first use, if it has no name.
     """
 
     dq: Tensor
@@ -111,7 +112,7 @@ def flex_attention(
         Same dtype as query; Dv may differ from D. A batch size of 1 is broadcast over the batch of query.
     score_mod : callable, optional
         ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
-        float64 inputs). It may read captured tensors, which get gradients if they require them.
+        float64 inputs). It may read captured tensors, which get gradients if they require them. It writes to nothing.
     block_mask : BlockMask, optional
         Its block lists select the blocks; its ``mask_mod`` is evaluated in partial blocks only. Nothing is read of a
         block in neither list, if block sizes are multiples of 128. Kernels also load unlisted smaller blocks beside
@@ -148,7 +149,7 @@ def flex_attention(
     _arguments.flag("deterministic", deterministic)
     if return_lse and return_aux is not None:
         raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or is_exporting():
         if deterministic:
             kernel_options = {**(kernel_options or {}), DETERMINISTIC: True}
         options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else return_aux}
@@ -361,6 +362,7 @@ class _FlexAttention(torch.autograd.Function):
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         ctx.call, ctx.deterministic = call, deterministic
+        ctx.reads = Reads(call.score_mod, call.block_mask)
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
         # The backward reads these again. Autograd raises an error if they were written to in between.
@@ -372,6 +374,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
+        ctx.reads.check()
         dq, dk, dv, found = gradients(
             ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
         )

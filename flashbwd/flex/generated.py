@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.mods import nvrtc
-from flashbwd.mods.derivative import emit_score_gradient
-from flashbwd.mods.gradients import Gradient, GradientSources
+from flashbwd.mods.derivative import Gradient, emit_score_gradient
+from flashbwd.mods.gradients import GradientSources
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.reference.modifications import Mod, sum_dtype
 
@@ -63,6 +63,7 @@ class GeneratedScoreMod:
             "captured": self.captured,
             "gradients": [gradients[i] for i in slots],
             "gradient_slots": list(slots.values()),
+            "numbers": self.gradient.numbers,
             "kernel": _kernel(self.gradient.source, kernel, query.dtype, query.device.index),
         }
         return arguments, gradients

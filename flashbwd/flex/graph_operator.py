@@ -66,6 +66,8 @@ def call_of(
     mask_number_positions: Sequence[int],
     score_mod: str,
     score_captures: Sequence[Tensor],
+    score_numbers: Sequence[int],
+    score_number_positions: Sequence[int],
     scale: float,
 ) -> DecodingCall:
     """Return the call that the arguments of the operator describe.
@@ -76,6 +78,8 @@ def call_of(
         The lists of the block mask in the order of :class:`GraphMask`: none, four, or eight.
     mask_numbers, mask_number_positions : sequence of int
         The numbers that ``mask_mod`` captures, and where they stand among all of its captures.
+    score_numbers, score_number_positions : sequence of int
+        Those of ``score_mod``.
     score_mod : str
         Empty if there is none.
     """
@@ -85,7 +89,8 @@ def call_of(
         lists = [*mask, *[None] * (8 - len(mask))]
         size = (block_size[0], block_size[1])
         blocks = GraphMask(*lists, size, lengths, bound(mask_mod, mask_captures, numbers))  # type: ignore[arg-type, call-arg]
-    score = bound(score_mod, score_captures) if score_mod else None
+    numbers = tuple(zip(score_number_positions, score_numbers, strict=True))
+    score = bound(score_mod, score_captures, numbers) if score_mod else None
     return DecodingCall(score, blocks, scale, mask_captured=tuple(mask_captures), unrounded=True)
 
 
@@ -152,7 +157,8 @@ class _Refusal:
 _SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse, Tensor[] mask, "
     "SymInt[] block_size, str mask_mod, Tensor[] mask_captures, SymInt[] mask_numbers, int[] mask_number_positions, "
-    "str score_mod, Tensor[] score_captures, bool[] wanted, float scale, bool remember, int[] orders, "
+    "str score_mod, Tensor[] score_captures, SymInt[] score_numbers, int[] score_number_positions, bool[] wanted, "
+    "float scale, bool remember, int[] orders, "
     "bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv, Tensor[] dcaptures)"
 )
 _Grads = tuple[Tensor, Tensor, Tensor, list[Tensor]]
@@ -174,6 +180,8 @@ def _backward(
     mask_number_positions: list[int],
     score_mod: str,
     score_captures: list[Tensor],
+    score_numbers: list[int],
+    score_number_positions: list[int],
     wanted: list[bool],
     scale: float,
     remember: bool,
@@ -195,7 +203,8 @@ def _backward(
     """
     captures = [c.detach().requires_grad_(w) for c, w in zip(score_captures, wanted, strict=True)]
     of_mask = (mask, block_size, mask_mod, mask_captures, mask_numbers, mask_number_positions)
-    call = call_of((query.shape[2], key.shape[2]), *of_mask, score_mod, captures, scale)
+    of_score = (score_mod, captures, score_numbers, score_number_positions)
+    call = call_of((query.shape[2], key.shape[2]), *of_mask, *of_score, scale)
     dlse = None if dlse is None else dlse.contiguous()
     leaves = [capture for capture in captures if capture.requires_grad]
     order = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -214,7 +223,7 @@ def _backward(
 
 
 def _backward_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> _Grads:
-    captures, wanted, *_, orders, _ = rest[11:]
+    captures, _, _, wanted, *_, orders, _ = rest[11:]
     dq, dk, dv = (
         like.new_empty_strided(like.shape, _dense_strides(like.shape, orders[4 * i : 4 * i + 4]))
         for i, like in enumerate((query, key, value))

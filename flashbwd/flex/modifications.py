@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from flashbwd import _arguments
 from flashbwd.mods.captures import Captures, Recent
 from flashbwd.mods.trace import READS
-from flashbwd.reference.modifications import CapturedTensors, Mod
+from flashbwd.reference.modifications import CapturedTensors, Mod, without_hooks
 
 __all__ = ["captured_of", "name_of"]
 
@@ -124,7 +124,7 @@ def _call_on_scalars(
     found = CapturedTensors(list(arguments.values()))
     watch = _Watch(name, arguments, found)
     try:
-        with torch.enable_grad(), found, watch:
+        with torch.enable_grad(), without_hooks(), found, watch:
             result = mod(*arguments.values())
     except ValueError as error:
         if str(error).startswith("flashbwd: "):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,13 +65,16 @@ class Score:
     """A score modification in a graph.
 
     ``captures`` are the tensors that it captures, ``positions`` their places in PyTorch's list of captured values, and
-    ``wanted`` tells which of them get a gradient.
+    ``wanted`` tells which of them get a gradient. ``numbers`` are the numbers that it captures, and
+    ``number_positions`` their places among all captured values that it reads.
     """
 
     text: str
     captures: list[Node]
     wanted: list[bool]
     positions: list[int]
+    numbers: list[Any] = field(default_factory=list)
+    number_positions: list[int] = field(default_factory=list)
 
 
 def call_of(node: Node) -> dict[str, Any]:
@@ -190,11 +193,19 @@ def score_of(call: dict[str, Any], graph: fx.Graph) -> Score:
     if _result(module) is next(iter(module.graph.nodes)):  # the score itself
         return Score("", [], [], [])
     module, unread = _without_unread_numbers(module, captures)
-    positions = [i for i in range(len(captures)) if i not in unread]
-    kept = [captures[i] for i in positions]
-    if not all(map(_is_tensor, kept)):
-        raise DeclinedError("score_mod captures something else than tensors")
-    return Score(_text("score_mod", module), kept, [has_gradient[i] for i in positions], positions)
+    read = [i for i in range(len(captures)) if i not in unread]
+    numbers = [i for i in read if _is_number(captures[i])]
+    positions = [i for i in read if i not in numbers]
+    if not all(_is_tensor(captures[i]) for i in positions):
+        raise DeclinedError("score_mod captures something else than tensors and integers")
+    return Score(
+        text=_text("score_mod", module),
+        captures=[captures[i] for i in positions],
+        wanted=[has_gradient[i] for i in positions],
+        positions=positions,
+        numbers=[captures[i] for i in numbers],
+        number_positions=[read.index(i) for i in numbers],
+    )
 
 
 def _without_unread_numbers(module: fx.GraphModule, captures: list[Node]) -> tuple[fx.GraphModule, set[int]]:

@@ -168,6 +168,8 @@ def _plan(
             mask.number_positions,
             score.text,
             score_captures,
+            [_hint(_value(number)) for number in score.numbers],
+            score.number_positions,
             scale,
         )
         wanted = [capture for capture, want in zip(score_captures, score.wanted, strict=True) if want]
@@ -239,7 +241,7 @@ def _replace(graph: fx.Graph, node: Node, call: dict[str, Any], mask: Mask, scor
             *(call[name] for name in ("query", "key", "value", "out")),
             *(lse, call["grad_out"], dlse),
             *(mask.lists, mask.block_size, mask.text, mask.captures, mask.numbers, mask.number_positions),
-            *(score.text, score.captures, score.wanted, call["scale"]),
+            *(score.text, score.captures, score.numbers, score.number_positions, score.wanted, call["scale"]),
             all(map(_is_input, (*mask.lists, *mask.captures))),
             orders,
             call["deterministic"],

@@ -90,7 +90,9 @@ def recognise(score: Trace | None, mask: Trace | None, captures: Captures) -> Bu
         return None
     if visible is not None and value.bounds.all:  # full blocks ignore the mask, but not a score of -inf
         return None
-    return BuiltIn(value, visible) if all(_fits(bound.sum) for bound in (visible or value.bounds).all) else None
+    bounds = (visible or value.bounds).all
+    fit = all(_fits(bound.sum) and abs(bound.constant) <= FAR for bound in bounds)
+    return BuiltIn(value, visible) if fit else None
 
 
 def recognise_score(score: Trace, captures: Captures) -> Score | None:

@@ -49,6 +49,7 @@ _BUILTINS = frozenset({"abs", "bool", "divmod", "enumerate", "float", "int", "le
 _BUILTINS |= {"reversed", "round", "sum", "tuple", "zip", "True", "False", "None"}
 _KNOWN_NAMES = _ATTRIBUTES | _BUILTINS
 
+_MOST_ITEMS = 64  # of a list or a dict, which are described at every call
 MAX_CAPTURED = 16
 MAX_DIMS = 5
 
@@ -146,6 +147,33 @@ class Captures:
     def position(self, tensor: Tensor) -> int | None:
         return _position(tensor, self.tensors)
 
+    def still_hold(self, *functions: Any) -> bool:
+        """Return whether the functions have the same key and tensors now. True if they had no key."""
+        if self.key is None:
+            return True
+        now = Captures(*functions)
+        return now.key == self.key and all(a is b for a, b in zip(now.tensors, self.tensors, strict=True))
+
+
+class Reads:
+    """What a score_mod and a mask_mod read in a forward. Their backward calls them again."""
+
+    def __init__(self, score_mod: Any, block_mask: Any) -> None:
+        mask_mod = None if block_mask is None else block_mask.mask_mod
+        self._read = [(name, mod, Captures(mod)) for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod))]
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, _, captures in self._read for tensor in captures.tensors]
+
+    def check(self) -> None:
+        """Raise RuntimeError if a function reads other values than in the forward."""
+        for name, mod, captures in self._read:
+            if not captures.still_hold(mod):
+                raise RuntimeError(
+                    f"flashbwd: {name} reads a variable or an attribute that was assigned between the forward and the "
+                    "backward, expected the same value (a default argument, as in n=n, keeps it)"
+                )
+
 
 class Slots:
     """The captured tensors that are passed to a kernel, one per slot.
@@ -216,9 +244,13 @@ def _value(value: Any, key: list[Any], tensors: list[Tensor], depth: int) -> Non
         raise _NotProvableError
     elif kind is types.FunctionType:
         _function(value, key, tensors, depth + 1)
-    elif kind is tuple:
-        key += (tuple, len(value))
+    elif kind is tuple or (kind is list and len(value) <= _MOST_ITEMS):
+        key += (kind, len(value))
         for item in value:
+            _value(item, key, tensors, depth + 1)
+    elif kind is dict and len(value) <= _MOST_ITEMS:
+        key += (dict, len(value))
+        for item in value.items():
             _value(item, key, tensors, depth + 1)
     elif kind is FixedMod:
         key += (FixedMod, value.identity, len(value.tensors))

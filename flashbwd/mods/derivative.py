@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from flashbwd.mods.captures import CannotEmitError, Slots
-from flashbwd.mods.emit import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter, struct_of
+from flashbwd.mods.emit import struct_of
+from flashbwd.mods.emitter import MASK_PARAMETERS, SCORE_PARAMETERS, Emitter
+from flashbwd.mods.number_slots import NumberSlots
 from flashbwd.mods.numbers import number_of
 from flashbwd.mods.operators import c_type
 from flashbwd.mods.trace import Trace
@@ -152,7 +155,7 @@ class Derivative:
         return f"  struct Sums {{\n{members}    __device__ void finish() {{ {finish} }}\n  }};\n"
 
     def _through(self, node: Any, gradient: str, active: set[Any]) -> None:
-        name = str(node.target).removeprefix("aten.").split(".")[0]
+        name = self.emitter.enter(node)
         handler = getattr(self, f"_op_{name}", None)
         if name in _FLAT:
             return
@@ -262,16 +265,39 @@ def _share_at_a_bound(is_tensor: bool) -> float:
     return float(number_of(gradient))  # type: ignore[arg-type]
 
 
+@dataclass(eq=False)
+class Gradient:
+    """CUDA source of modifications and their derivative.
+
+    Attributes
+    ----------
+    slots : dict of int to int
+        Position among the tensors that get a gradient -> slot among the kernel's captured tensors, for each tensor on
+        which the score depends.
+    numbers : list of int
+        Arguments of the kernel, as :class:`~flashbwd.mods.number_slots.NumberSlots` has them.
+    """
+
+    source: str
+    slots: dict[int, int]
+    numbers: list[int] = field(default_factory=list)
+
+
 def _bodies(
-    score: Trace, slots: Slots, differentiable: list[Tensor], in_sums: bool = False, rounds: bool = True
+    score: Trace,
+    slots: Slots,
+    differentiable: list[Tensor],
+    in_sums: bool = False,
+    rounds: bool = True,
+    numbers: NumberSlots | None = None,
 ) -> tuple[str, str, Derivative]:
     """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter."""
     if score.changes_gradients:
         raise CannotEmitError(
             "score_mod has a derivative of its own: it uses torch.no_grad() or a torch.autograd.Function"
         )
-    score_body = Emitter("score_mod", score, slots, rounds).run(SCORE_PARAMETERS, torch.float32)
-    emitter = Emitter("score_mod", score, slots, rounds)
+    score_body = Emitter("score_mod", score, slots, rounds, numbers).run(SCORE_PARAMETERS, torch.float32)
+    emitter = Emitter("score_mod", score, slots, rounds, numbers)
     output = emitter.forward(SCORE_PARAMETERS)
     derivative = Derivative(emitter, differentiable, in_sums)
     result = derivative.run(output, "ds")
@@ -279,21 +305,13 @@ def _bodies(
     return score_body, gradient, derivative
 
 
-def emit_gradient(
-    score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
-) -> tuple[str, dict[int, int]]:
+def emit_gradient(score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]) -> Gradient:
     """Return the source of ``struct Mod`` for the backward kernel, as :func:`~flashbwd.mods.emit.emit` does.
 
     Parameters
     ----------
     differentiable : list of Tensor
         Captured tensors that get a gradient.
-
-    Returns
-    -------
-    source : str
-    gradient_slots : dict of int to int
-        Position in ``differentiable`` -> slot in ``slots``, for each tensor on which the score depends.
     """
     score_body, mask_body, gradient = "return score;", "return true;", "return ds;"
     gradient_slots: dict[int, int] = {}
@@ -308,12 +326,13 @@ def emit_gradient(
     {gradient}
   }}
 """
-    return struct_of(score is not None, mask is not None, params, score_body, mask_body, function), gradient_slots
+    source = struct_of(score is not None, mask is not None, params, score_body, mask_body, function)
+    return Gradient(source, gradient_slots)
 
 
 def emit_score_gradient(
     score: Trace | None, mask: Trace | None, slots: Slots, differentiable: list[Tensor]
-) -> tuple[str, dict[int, int]]:
+) -> Gradient:
     """As :func:`emit_gradient`, for the attention kernels of csrc/attention/sm90/score_mod/generated.cuh and
     csrc/attention/sm80/generated_scores.cuh. The source around it defines the type ``GeneratedParams``.
 
@@ -322,9 +341,10 @@ def emit_score_gradient(
     """
     assert score is not None
     assert mask is None
-    score_body, gradient, derivative = _bodies(score, slots, differentiable, in_sums=True, rounds=False)
+    numbers = NumberSlots()
+    score_body, gradient, derivative = _bodies(score, slots, differentiable, True, False, numbers)
     parameters = "const GeneratedParams& p, float score, int b, int h, int q, int k"
-    return (
+    return Gradient(
         f"""namespace flashbwd {{
 struct Mod {{
   static constexpr bool* near = nullptr;
@@ -339,4 +359,5 @@ struct Mod {{
 }}  // namespace flashbwd
 """,
         derivative.slots,
+        numbers.values,
     )

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from flashbwd.mods.captures import CannotEmitError, Captures, Recent, Slots
+from flashbwd.mods.derivative import Gradient
 from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.trace import Trace, trace
 from flashbwd.reference.modifications import Mod
 
-__all__ = ["Gradient", "GradientSources"]
+__all__ = ["GradientSources"]
 
-_Emit = Callable[[Trace | None, Trace | None, Slots, list[Tensor]], tuple[str, dict[int, int]]]
-
-
-@dataclass(eq=False)
-class Gradient:
-    """CUDA source of modifications and their derivative.
-
-    Attributes
-    ----------
-    slots : dict of int to int
-        Position among the tensors that get a gradient -> slot among the kernel's captured tensors.
-    """
-
-    source: str
-    slots: dict[int, int]
+_Emit = Callable[[Trace | None, Trace | None, Slots, list[Tensor]], Gradient]
 
 
 class GradientSources:
@@ -64,7 +50,7 @@ class GradientSources:
         try:
             score = None if score_mod is None else trace("score_mod", score_mod, True)
             mask = None if mask_mod is None else trace("mask_mod", mask_mod, False)
-            known = Gradient(*self._emit(score, mask, slots, list(differentiable)))
+            known = self._emit(score, mask, slots, list(differentiable))
         except CannotEmitError as error:
             raise NoKernelError(str(error)) from error
         positions = slots.positions()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -154,13 +156,20 @@ def sum_dtype(captured: Tensor) -> torch.dtype:
     return torch.promote_types(captured.dtype, torch.float32)
 
 
+def without_hooks() -> AbstractContextManager[Any]:
+    """Hide tensors that autograd saves from the caller's hooks, such as those of a checkpoint, which counts them."""
+    if torch._C._are_functorch_transforms_active():  # they support no hooks
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
     if score_mod is None:
         return []
     arguments = [torch.zeros((), device=device, dtype=dtype)]
     arguments += torch.zeros(4, device=device, dtype=torch.int32).unbind()
-    with torch.enable_grad(), CapturedTensors(arguments) as found:
+    with torch.enable_grad(), without_hooks(), CapturedTensors(arguments) as found:
         run_mod("score_mod", score_mod, *arguments)
     return [tensor for tensor in found.captured.values() if tensor.requires_grad]
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from flashbwd.mods.built_in import BuiltIn, encode
 from flashbwd.mods.captures import Captures, Slots
-from flashbwd.mods.derivative import emit_gradient, emit_score_gradient
+from flashbwd.mods.derivative import Gradient, emit_gradient, emit_score_gradient
 from flashbwd.mods.emit import emit
+from flashbwd.mods.operators import literal
 from flashbwd.mods.trace import trace
 
 MODS, DECODING = (Path(__file__).parent.parent.parent / "csrc" / name for name in ("mods", "decoding"))
@@ -108,7 +109,9 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
 
 _TRAINING_TYPES = """
 namespace flashbwd {
-using GeneratedParams = DecodingBackwardParams;
+struct GeneratedParams : DecodingBackwardParams {
+  int numbers[kMaxNumbers];
+};
 template <typename T>
 struct GradientSum {
   void add(bool adds, T* element, T value) {
@@ -124,6 +127,8 @@ extern "C" void {name}(const flashbwd::DecodingParams* p, int n, const float* sc
   flashbwd::GeneratedParams all = {{}};
   memcpy(all.captured, p->captured, sizeof(p->captured));
   memcpy(all.gradients, gradients, sizeof(gradients));
+  const int numbers[flashbwd::kMaxNumbers] = {{{numbers}}};
+  memcpy(all.numbers, numbers, sizeof(numbers));
   {mod}::Sums sums;
   for (int i = 0; i < n; ++i) results[i] = {mod}::{call};
 }}
@@ -157,6 +162,16 @@ extern "C" void built_in(const flashbwd::DecodingParams* p, int n, const float* 
 """
 
 _numbers = itertools.count()
+
+
+def with_numbers(gradient: Gradient) -> str:
+    """The source, with the numbers in the place of the kernel's arguments."""
+    source = gradient.source
+    for slot, bits in enumerate(gradient.numbers):
+        (number,) = struct.unpack("f", struct.pack("i", bits))
+        source = source.replace(f"__int_as_float(p.numbers[{slot}])", literal(number))
+        source = source.replace(f"p.numbers[{slot}]", literal(bits))
+    return source
 
 
 class CapturedTensor(ctypes.Structure):
@@ -215,9 +230,9 @@ class HostMods:
     def add_gradient(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
         """Add the emitted derivative with respect to the score and to captured tensors."""
         slots = self.slots[name] = Slots(Captures(score_mod), "cpu")
-        source, places = emit_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
-        self.places[name] = {slot: differentiable[i] for i, slot in places.items()}
-        self._add_struct(name, source)
+        gradient = emit_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
+        self.places[name] = {slot: differentiable[i] for i, slot in gradient.slots.items()}
+        self._add_struct(name, gradient.source)
         self.parts.append(_GRADIENT.format(name=name, mod=f"{name}_mod"))
 
     def add_training(self, name: str, score_mod: Any, differentiable: Sequence[Tensor] = ()) -> None:
@@ -225,12 +240,14 @@ class HostMods:
         if _TRAINING_TYPES not in self.parts:
             self.parts.append(_TRAINING_TYPES)
         slots = Slots(Captures(score_mod), "cpu")
-        source, places = emit_score_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
-        self._add_struct(name, source)
+        gradient = emit_score_gradient(trace("score_mod", score_mod, True), None, slots, list(differentiable))
+        self._add_struct(name, gradient.source)
         for what, call in _CALLS.items():
             self.slots[f"{name}_{what}"] = slots
-            self.parts.append(_TRAINING.format(name=f"{name}_{what}", mod=f"flashbwd::{name}_mod", call=call))
-        self.places[f"{name}_gradient"] = {slot: differentiable[i] for i, slot in places.items()}
+            numbers = ", ".join(map(str, gradient.numbers))
+            mod = f"flashbwd::{name}_mod"
+            self.parts.append(_TRAINING.format(name=f"{name}_{what}", mod=mod, call=call, numbers=numbers))
+        self.places[f"{name}_gradient"] = {slot: differentiable[i] for i, slot in gradient.slots.items()}
 
     def add_built_in(self, name: str, found: BuiltIn, slots: Slots) -> None:
         """Add a built-in modification with its parameters."""

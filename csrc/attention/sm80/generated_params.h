@@ -5,6 +5,8 @@
 
 namespace flashbwd::sm80 {
 
-using GeneratedParams = WithCapturedTensors<KernelParams>;
+struct GeneratedParams : WithCapturedValues<KernelParams> {
+  using CapturedValues::gradients;  // KernelParams::gradients are those of large head dimensions
+};
 
 }  // namespace flashbwd::sm80

@@ -180,8 +180,7 @@ const char* launch_score_mod(const CompiledScoreMod& score_mod, const KernelPara
                              void* stream) {
   GeneratedParams all;
   static_cast<KernelParams&>(all) = params;
-  std::copy(std::begin(score_mod.captured), std::end(score_mod.captured), all.captured);
-  std::copy(std::begin(score_mod.gradients), std::end(score_mod.gradients), all.gradients);
+  static_cast<CapturedValues&>(all) = score_mod;
   LaunchForm form;
   cudaError_t error = cudaGetDevice(&form.device);
   if (error == cudaSuccess) {

@@ -5,6 +5,6 @@
 
 namespace flashbwd::sm90 {
 
-using GeneratedParams = WithCapturedTensors<KernelParams>;
+using GeneratedParams = WithCapturedValues<KernelParams>;
 
 }  // namespace flashbwd::sm90

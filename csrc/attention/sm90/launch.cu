@@ -159,8 +159,7 @@ const char* launch_score_mod(const CompiledScoreMod& score_mod, const Tile& tile
                              void* stream) {
   GeneratedParams all;
   static_cast<KernelParams&>(all) = params;
-  std::copy(std::begin(score_mod.captured), std::end(score_mod.captured), all.captured);
-  std::copy(std::begin(score_mod.gradients), std::end(score_mod.gradients), all.gradients);
+  static_cast<CapturedValues&>(all) = score_mod;
   LaunchForm form;
   form.overlaps = true;
   form.cooperative = params.schedule.dispatch == Dispatch::kStatic;

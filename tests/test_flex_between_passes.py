@@ -1,0 +1,109 @@
+"""What may and may not happen between the forward and the backward of FlexAttention and flex decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Shape
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils.checkpoint import checkpoint
+
+import flashbwd
+
+SHAPE = Shape(seqlen_q=24, seqlen_k=24)
+Attention = Callable[..., Any]
+FUNCTIONS = pytest.mark.parametrize("attention", [flashbwd.flex_attention, flashbwd.flex_decoding])
+ASSIGNED = "reads a variable or an attribute that was assigned between the forward and the backward"
+
+
+def inputs() -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in SHAPE.tensors(torch.float64)]
+
+
+def causal(limit: Callable[[], int]) -> BlockMask:
+    return kit.block_mask(lambda b, h, q, k: q + limit() >= k, SHAPE, block=8)
+
+
+@FUNCTIONS
+def test_a_variable_of_a_loop_may_not_change_before_the_backward(attention: Attention) -> None:
+    scales, total = torch.tensor([1.0, 2.0]), torch.zeros(())
+    for i in range(2):
+        total = total + attention(*inputs(), lambda s, b, h, q, k: s * scales[i], enable_gqa=True).sum()  # noqa: B023
+    with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
+        total.backward()
+
+
+@FUNCTIONS
+def test_a_default_argument_keeps_the_value_of_a_loop(attention: Attention) -> None:
+    scales, (q, k, v) = torch.tensor([1.0, 2.0]), inputs()
+    together, apart = torch.zeros((), dtype=q.dtype), torch.zeros_like(q)
+    for i in range(2):
+        together = together + attention(q, k, v, lambda s, b, h, q, k, i=i: s * scales[i], enable_gqa=True).sum()
+        scaled = attention(q, k, v, scale=(1 + i) * q.shape[3] ** -0.5, enable_gqa=True)
+        apart += torch.autograd.grad(scaled.sum(), q)[0]
+    torch.testing.assert_close(torch.autograd.grad(together, q)[0], apart)
+
+
+@FUNCTIONS
+def test_a_parameter_may_not_be_replaced_before_the_backward(attention: Attention) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(24))
+
+        def forward(self) -> Any:
+            return attention(*inputs(), lambda s, b, h, q, k: s + self.bias[k], enable_gqa=True)
+
+    layer = Layer()
+    out = torch.func.functional_call(layer, {"bias": torch.ones(24)}, ())
+    with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_a_value_of_a_dict_may_not_change_before_the_backward(attention: Attention) -> None:
+    window = {"n": 0}
+    out = attention(*inputs(), block_mask=causal(lambda: window["n"]), enable_gqa=True)
+    window["n"] = 3
+    with pytest.raises(RuntimeError, match=f"mask_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+def test_flex_decoding_refuses_tensors_that_changed_after_the_forward() -> None:
+    bias = torch.zeros(24)
+    out = flashbwd.flex_decoding(*inputs(), lambda s, b, h, q, k: s + bias[k], enable_gqa=True)
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_a_checkpoint_changes_no_gradient(attention: Attention) -> None:
+    """The first call of a function checks it on scalars, which autograd records."""
+    rates = torch.tensor([0.5, -0.5, 1.0, 0.0], requires_grad=True)
+    given = inputs()
+
+    def run(*x: Tensor) -> Any:
+        scales = rates.exp()
+        return attention(*x, lambda s, b, h, q, k: s * scales[h], enable_gqa=True)
+
+    recomputed: Any = checkpoint(run, *given, use_reentrant=False)
+    found = torch.autograd.grad(recomputed.sin().sum(), [*given, rates])
+    torch.testing.assert_close(found, torch.autograd.grad(run(*given).sin().sum(), [*given, rates]))
+
+
+@FUNCTIONS
+def test_hooks_on_saved_tensors_change_no_gradient(attention: Attention) -> None:
+    rates, given = torch.tensor([0.5, -0.5, 1.0, 0.0], requires_grad=True), inputs()
+
+    def run() -> Any:
+        return attention(*given, lambda s, b, h, q, k: s * rates[h], enable_gqa=True).sin().sum()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        out = run()
+    torch.testing.assert_close(torch.autograd.grad(out, [*given, rates]), torch.autograd.grad(run(), [*given, rates]))

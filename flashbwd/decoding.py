@@ -18,9 +18,9 @@ from flashbwd.flex import arguments
 from flashbwd.flex.cache import tensors_of
 from flashbwd.integrations.distributed import decode_shards
 from flashbwd.mods.backward import run_backward
-from flashbwd.mods.captures import Reads
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
+from flashbwd.mods.reads import Reads
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
 from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
 from flashbwd.reference.modifications import Mod, accumulator, captured_tensors
@@ -203,7 +203,7 @@ class _FlexDecoding(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, largest, exact = _forward(call, query, key, value, exact=True)
         ctx.call = call
-        ctx.reads = Reads(call.score_mod, call.block_mask)
+        ctx.reads = Reads(call.score_mod, call.block_mask, captured)
         # The functions read these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
         lists = [] if call.block_mask is None else tensors_of(call.block_mask)
@@ -218,7 +218,7 @@ class _FlexDecoding(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        ctx.reads.check()
+        ctx.reads.check(query)
         inputs = (query, key, value, *ctx.captured)
         if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
             return None, *(torch.zeros_like(tensor) for tensor in inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,15 +50,20 @@ def test_a_default_argument_keeps_the_value_of_a_loop(attention: Attention) -> N
     torch.testing.assert_close(torch.autograd.grad(together, q)[0], apart)
 
 
+def without_key(mod: Any) -> Any:
+    return functools.partial(mod)
+
+
 @FUNCTIONS
-def test_a_parameter_may_not_be_replaced_before_the_backward(attention: Attention) -> None:
+@pytest.mark.parametrize("form", [lambda mod: mod, without_key])
+def test_a_parameter_may_not_be_replaced_before_the_backward(attention: Attention, form: Any) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.bias = torch.nn.Parameter(torch.zeros(24))
 
         def forward(self) -> Any:
-            return attention(*inputs(), lambda s, b, h, q, k: s + self.bias[k], enable_gqa=True)
+            return attention(*inputs(), form(lambda s, b, h, q, k: s + self.bias[k]), enable_gqa=True)
 
     layer = Layer()
     out = torch.func.functional_call(layer, {"bias": torch.ones(24)}, ())

@@ -22,7 +22,7 @@ from flashbwd.flex.gradients import gradients
 from flashbwd.flex.graph_operator import DETERMINISTIC
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.modifications import captured_of, name_of
-from flashbwd.mods.captures import Reads
+from flashbwd.mods.reads import Reads
 from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import Mod, accumulator
 
@@ -362,7 +362,7 @@ class _FlexAttention(torch.autograd.Function):
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         ctx.call, ctx.deterministic = call, deterministic
-        ctx.reads = Reads(call.score_mod, call.block_mask)
+        ctx.reads = Reads(call.score_mod, call.block_mask, captured)
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
         # The backward reads these again. Autograd raises an error if they were written to in between.
@@ -374,7 +374,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        ctx.reads.check()
+        ctx.reads.check(query)
         dq, dk, dv, found = gradients(
             ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
         )

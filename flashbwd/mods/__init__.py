@@ -10,9 +10,12 @@ rules      the rules by which built_in evaluates operators
 values     the symbolic values with which built_in evaluates a graph
 operators  the C++ expression of each operator
 element    the C++ expressions that address an element of a captured tensor
-emit       writes any other graph as CUDA C++
+emitter    writes any other graph as the body of a CUDA C++ function
+emit       writes such functions as the struct that the decoding kernel takes
 row        subexpressions that a kernel computes once per query row
-derivative writes the derivative of a score_mod, for the backward kernel
+number_slots  numbers that a kernel gets as arguments
+derivative writes the derivative of a score_mod, for the backward kernels
+reads      checks that a backward reads what its forward read
 nvrtc      compiles with the NVRTC that ships with PyTorch, caches on disk, loads kernels
 kernels    finds or makes the kernel for the two modifications of a call
 run        launches the forward kernel

@@ -155,26 +155,6 @@ class Captures:
         return now.key == self.key and all(a is b for a, b in zip(now.tensors, self.tensors, strict=True))
 
 
-class Reads:
-    """What a score_mod and a mask_mod read in a forward. Their backward calls them again."""
-
-    def __init__(self, score_mod: Any, block_mask: Any) -> None:
-        mask_mod = None if block_mask is None else block_mask.mask_mod
-        self._read = [(name, mod, Captures(mod)) for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod))]
-
-    def tensors(self) -> list[Tensor]:
-        return [tensor for _, _, captures in self._read for tensor in captures.tensors]
-
-    def check(self) -> None:
-        """Raise RuntimeError if a function reads other values than in the forward."""
-        for name, mod, captures in self._read:
-            if not captures.still_hold(mod):
-                raise RuntimeError(
-                    f"flashbwd: {name} reads a variable or an attribute that was assigned between the forward and the "
-                    "backward, expected the same value (a default argument, as in n=n, keeps it)"
-                )
-
-
 class Slots:
     """The captured tensors that are passed to a kernel, one per slot.
 

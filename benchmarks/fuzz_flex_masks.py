@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 ABSENT, PARTIAL, FULL = 0, 1, 2  # states of a block
-TILE = 128  # a kernel may read all queries or keys of a tile that contains a listed block
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Mask:
     ----------
     visible : Tensor, (B, H, Sq, Sk) bool
     hidden_queries, hidden_keys : Tensor, (B, H, Sq) and (B, Hkv, Sk) bool
-        Whole tiles that are in no listed block. Nothing of them may be read.
+        In no listed block. Nothing of them may be read.
     """
 
     block_mask: BlockMask | None
@@ -51,14 +50,7 @@ def mask_of(call: Call, device: torch.device) -> Mask:
     visible = (of_pairs == FULL) | ((of_pairs == PARTIAL) & shown)
     listed = of_pairs != ABSENT
     keys = listed.any(2).unflatten(1, (call.heads_kv, -1)).any(2)
-    return Mask(_block_mask(call, states, mask_mod), visible, _hidden_tiles(listed.any(-1)), _hidden_tiles(keys))
-
-
-def _hidden_tiles(listed: Tensor) -> Tensor:
-    """Return which positions of the last dimension are in a tile without a listed position."""
-    length = listed.shape[-1]
-    tiles = torch.nn.functional.pad(listed, (0, -length % TILE)).unflatten(-1, (-1, TILE)).any(-1)
-    return ~tiles.repeat_interleave(TILE, -1)[..., :length]
+    return Mask(_block_mask(call, states, mask_mod), visible, ~listed.any(-1), ~keys)
 
 
 def _mask_mod(call: Call, generator: torch.Generator, device: torch.device) -> Callable[..., Tensor]:

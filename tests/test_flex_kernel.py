@@ -59,6 +59,8 @@ def mask_mod(name: str, case: Case) -> MaskMod:
         table[:, :, 0] = False
         table[:, :, :, 0] = False
         return lambda b, h, i, j: table[b, h, i // 128, j // 128]
+    if name == "late":  # the first 64 queries and keys are hidden
+        return lambda b, h, i, j: (i >= j) & (j >= 64)
     if name == "random_pairs":
         table = torch.rand(case.seqlen_q, case.seqlen_k, device="cuda", generator=generator) < 0.3
         return lambda b, h, i, j: table[i, j]

@@ -252,6 +252,24 @@ def test_sm90_does_not_read_invisible_blocks(name: str, head_dim: int) -> None:
     assert all(x.isfinite().all() for x in (*grads, *captured.values()))
 
 
+@pytest.mark.parametrize("backend", ["sm90", "sm80"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("modifies", [False, True])
+def test_unlisted_blocks_beside_listed_ones_may_hold_nan(modifies: bool, head_dim: int, backend: str) -> None:
+    case = Case("late", seqlen_q=300, seqlen_k=300, head_dim=head_dim, heads_kv=1, block_size=64, dlse=True)
+    p = build(case, "relative_bias")
+    tensors, options = p.arguments(deterministic=True)
+    options |= {} if modifies else {"score_mod": None}
+    found = []
+    with flashbwd.use_backend(backend):
+        for poison in (0.0, float("nan")):
+            for tensor in (*tensors, p.dlse):
+                tensor[:, :, :64] = poison  # type: ignore[index]
+            found.append(flashbwd.flex_attention_backward(*tensors, dlse=p.dlse, **options)[:3])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(not grad[:, :, :64].any() and grad[:, :, 64:].any() for grad in found[0])
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_hidden_pairs_do_not_reach_beyond_a_captured_tensor(trained: bool) -> None:
     """Visible pairs have indices up to 299, hidden ones up to 598."""

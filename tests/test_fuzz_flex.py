@@ -144,7 +144,7 @@ def test_the_oracle_agrees_with_autograd_of_the_forward(score: str) -> None:
             torch.testing.assert_close(problem.expected[name], expected.double(), rtol=2e-4, atol=2e-4)
 
 
-def test_whole_hidden_tiles_are_nan_before_a_call() -> None:
+def test_rows_of_unlisted_blocks_are_nan_before_a_call() -> None:
     poisoned = 0
     for call in calls(lambda c: c.poisoned and c.mask == "nothing", 4):
         problem = flex.build(call, CPU)

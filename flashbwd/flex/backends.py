@@ -117,7 +117,11 @@ class KernelCall:
         statistics = accumulator(dtype)
         operands.append(lse if lse.dtype == statistics else lse.to(statistics))
         if self.lists is not None:
-            operands += self.lists.operands()
+            listed = self.lists.listed
+            dout, query, key, value, out, lse = operands
+            operands = [*map(listed.of_queries, (dout, query)), *map(listed.of_keys, (key, value))]
+            operands += [listed.of_queries(out), listed.of_statistics(lse), *self.lists.operands()]
+            dlse = None if dlse is None else listed.of_statistics(dlse)
         options = dict(self.options)
         if self.bias is not None:
             options |= {"attn_bias": self.bias.view(query.device), "need_dbias": self.bias.has_gradient}

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flashbwd.flex import diagonal
 from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lists
+from flashbwd.flex.listed_rows import listed_rows
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
 
@@ -119,7 +120,8 @@ def kernel_lists_maker(
         lists = key_block_lists(block_mask, sizes, tile)
         hides_above = diagonal.hides_above(lists, key.shape[2] - seqlen_q)
         of_kernel = kernel_lists(lists, heads, heads_kv)
-        return of_kernel._replace(hides_above_diagonal=hides_above)
+        listed = listed_rows(block_mask, (seqlen_q, key.shape[2]), heads_kv, tile)
+        return of_kernel._replace(hides_above_diagonal=hides_above, listed=listed)
 
     return (sizes, heads_kv, tile), make
 

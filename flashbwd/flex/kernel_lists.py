@@ -32,6 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flashbwd import _ops
+from flashbwd.flex.listed_rows import ListedRows
 from flashbwd.flex.lists import BlockStates, KeyBlockLists
 from flashbwd.flex.tile import Tile
 
@@ -55,6 +56,7 @@ class KernelLists(NamedTuple):
     # Not for the operator:
     hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible
     block_states: BlockStates | None = None  # as in KeyBlockLists
+    listed: ListedRows = ListedRows()
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, bool, list[int]]:
         """Return the arguments of the operator."""

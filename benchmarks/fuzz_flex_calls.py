@@ -9,7 +9,7 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MODS = 200  # different generated score_mods
+MODS = 400  # different generated score_mods; every other one trains the tensors that it captures
 SAME_KERNEL = 16  # consecutive calls that a worker computes with the same generated kernel, which takes seconds to make
 MOST_SCORES = {
     "flex": 2 << 20,

@@ -51,7 +51,7 @@ def calls(condition: Callable[[Call], bool], count: int) -> list[Call]:
     found = []
     for number in range(0, 200_000, 7):
         call = draw(number, "flex_reference")
-        small = call.batch * call.heads * call.length_q * call.length_k < 1e5 and call.mod < 20
+        small = call.batch * call.heads * call.length_q * call.length_k < 1e5 and call.mod < 40
         if small and condition(call):
             found.append(call)
             if len(found) == count:

@@ -209,9 +209,12 @@ def check_lists(mask: BlockMask, lengths: tuple[int, int]) -> None:
         of_keys, of_queries = (getattr(mask, f"{kind}{side}_num_blocks") for side in ("kv", "q"))
         if of_keys is None or of_queries is None or not _can_be_read(of_keys):
             continue
-        if of_keys.shape[:2] == of_queries.shape[:2] and (given := int(of_queries.sum())) != int(of_keys.sum()):
+        if of_keys.shape[:2] != of_queries.shape[:2]:
+            continue
+        given, expected = int(of_queries.sum()), int(of_keys.sum())
+        if given != expected:
             raise ValueError(
-                f"flashbwd: block_mask.{kind}q_num_blocks lists {given} blocks, expected {int(of_keys.sum())}, as many "
+                f"flashbwd: block_mask.{kind}q_num_blocks lists {given} blocks, expected {expected}, as many "
                 f"as block_mask.{kind}kv_num_blocks"
             )
 

@@ -284,22 +284,21 @@ class Gradient:
 
 
 def _bodies(
-    score: Trace,
-    slots: Slots,
-    differentiable: list[Tensor],
-    in_sums: bool = False,
-    rounds: bool = True,
-    numbers: NumberSlots | None = None,
+    score: Trace, slots: Slots, differentiable: list[Tensor], numbers: NumberSlots | None = None
 ) -> tuple[str, str, Derivative]:
-    """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter."""
+    """Return the bodies of ``score_mod`` and ``score_gradient``, and the derivative that wrote the latter.
+
+    With ``numbers``, they are those of the attention kernels, which do not round and add to sums.
+    """
+    of_attention = numbers is not None
     if score.changes_gradients:
         raise CannotEmitError(
             "score_mod has a derivative of its own: it uses torch.no_grad() or a torch.autograd.Function"
         )
-    score_body = Emitter("score_mod", score, slots, rounds, numbers).run(SCORE_PARAMETERS, torch.float32)
-    emitter = Emitter("score_mod", score, slots, rounds, numbers)
+    score_body = Emitter("score_mod", score, slots, not of_attention, numbers).run(SCORE_PARAMETERS, torch.float32)
+    emitter = Emitter("score_mod", score, slots, not of_attention, numbers)
     output = emitter.forward(SCORE_PARAMETERS)
-    derivative = Derivative(emitter, differentiable, in_sums)
+    derivative = Derivative(emitter, differentiable, of_attention)
     result = derivative.run(output, "ds")
     gradient = "\n    ".join([*emitter.lines, f"return static_cast<float>({result});"])
     return score_body, gradient, derivative
@@ -342,7 +341,7 @@ def emit_score_gradient(
     assert score is not None
     assert mask is None
     numbers = NumberSlots()
-    score_body, gradient, derivative = _bodies(score, slots, differentiable, True, False, numbers)
+    score_body, gradient, derivative = _bodies(score, slots, differentiable, numbers)
     parameters = "const GeneratedParams& p, float score, int b, int h, int q, int k"
     return Gradient(
         f"""namespace flashbwd {{

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,7 +24,7 @@ from flashbwd.flex import backends, generated, graph_operator, lists
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.hidden_scores import hidden_scores
 from flashbwd.flex.kernel_lists import UnsupportedError
-from flashbwd.flex.lists import BlockStates, KeyBlockLists, key_block_lists
+from flashbwd.flex.lists import KeyBlockLists, key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures
@@ -51,8 +50,8 @@ def limited(mask: Any, sizes: Sizes, tile: Tile | None = None, limit: int = -1) 
         return key_block_lists(mask, sizes, tile)
 
 
-def shown(mask: Any, blocks: BlockStates, sizes: Sizes) -> Tensor:
-    scores = hidden_scores(None, mask, blocks)(torch.zeros(sizes), *indices_of(sizes))
+def shown(mask: Any, states: Tensor, sizes: Sizes) -> Tensor:
+    scores = hidden_scores(None, mask, states)(torch.zeros(sizes), *indices_of(sizes))
     return (scores > -torch.inf).expand(sizes)
 
 
@@ -76,7 +75,7 @@ def test_the_lists_and_the_score_mod_together_show_the_dense_mask(
     visible = visible.unflatten(3, (-1, tile.keys)).unflatten(2, (-1, tile.queries)).any(-1).any(3)
     tiles = listed[:, :, :: tile.queries, :: tile.keys]
     assert (tiles | ~visible).all()
-    touched = in_tiles(found.block_states.states > 0, mask.BLOCK_SIZE, sizes, tile)
+    touched = in_tiles(found.block_states > 0, mask.BLOCK_SIZE, sizes, tile)
     assert not (tiles & ~touched).any()
 
 
@@ -102,32 +101,28 @@ def test_bits_up_to_the_limit_are_kept() -> None:
     assert [found.block_states is None for found in limits.values()] == [True, False]
 
 
-def test_a_mask_mod_is_evaluated_for_pairs_of_partial_blocks_only() -> None:
-    """For others it may read beyond a tensor."""
-    band = torch.arange(128) < 90
-    full = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+@pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
+def test_a_mask_mod_may_index_beyond_a_tensor_outside_of_partial_blocks(tmp_path: Path) -> None:
+    band = torch.arange(40) < 30
+    full = create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 128, device="cpu", BLOCK_SIZE=32)
     mask = BlockMask.from_kv_blocks(
         full.kv_num_blocks,
         full.kv_indices,
         full.full_kv_num_blocks,
         full.full_kv_indices,
+        BLOCK_SIZE=32,
         mask_mod=lambda b, h, q, k: band[(q - k).abs()] & (q >= k),
     )
-    sizes = (1, 1, 512, 512)
+    sizes = (1, 1, 128, 128)
     found = limited(mask, sizes)
     assert found.block_states is not None
+    mods = HostMods(tmp_path)
+    mods.add_training("hidden", hidden_scores(None, mask, found.block_states))
+    mods.compile()
+    indices = torch.stack([i.expand(sizes).flatten() for i in indices_of(sizes)])
+    scores = mods.run("hidden_score", torch.zeros(indices.shape[1]), indices).view(sizes)
     bits = dense(key_block_lists(mask, sizes), sizes)
-    assert torch.equal(shown(mask, found.block_states, sizes) & dense(found, sizes), bits)
-
-
-def test_without_a_partial_block_no_mask_mod_is_evaluated() -> None:
-    def mask_mod(*_: Tensor) -> Tensor:
-        raise AssertionError("evaluated")
-
-    blocks = BlockStates.of(torch.tensor([[[[2, 0], [0, 2]]]]), (32, 32))
-    mask = SimpleNamespace(mask_mod=mask_mod, BLOCK_SIZE=(32, 32))
-    states = torch.arange(64) // 32
-    assert torch.equal(shown(mask, blocks, (1, 1, 64, 64))[0, 0], states[:, None] == states)
+    assert torch.equal((scores > -torch.inf) & dense(found, sizes), bits)
 
 
 @pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")

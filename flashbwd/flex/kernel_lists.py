@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from flashbwd import _ops
 from flashbwd.flex.listed_rows import ListedRows
-from flashbwd.flex.lists import BlockStates, KeyBlockLists
+from flashbwd.flex.lists import KeyBlockLists
 from flashbwd.flex.tile import Tile
 
 # Share of the query blocks that a key block sees, below which heads are outermost. As is_sparse in sm90/schedule.cpp.
@@ -55,7 +55,7 @@ class KernelLists(NamedTuple):
     tile: Tile
     # Not for the operator:
     hides_above_diagonal: bool = False  # no pair with kv_idx > q_idx + Sk - Sq is visible
-    block_states: BlockStates | None = None  # as in KeyBlockLists
+    block_states: Tensor | None = None  # as in KeyBlockLists
     listed: ListedRows = ListedRows()
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, bool, list[int]]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,31 +42,9 @@ from flashbwd.flex import mask_bits
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import ABSENT, FULL, PARTIAL, listed_blocks
 
-__all__ = ["LIMIT", "BlockStates", "KeyBlockLists", "key_block_lists", "longest_first", "tile_states"]
+__all__ = ["LIMIT", "KeyBlockLists", "key_block_lists", "longest_first", "tile_states"]
 
 LIMIT = 512 * 2**20  # most bytes of mask bits per BlockMask
-
-
-class BlockStates(NamedTuple):
-    """The blocks of a BlockMask.
-
-    Attributes
-    ----------
-    states : Tensor, (B or 1, H or 1, query blocks, key blocks), uint8
-        ABSENT, PARTIAL or FULL
-    partial_pair : Tensor, (4,), int32, optional
-        Batch, head, query and key of a pair in a partial block. None if no block is partial.
-    """
-
-    states: Tensor
-    partial_pair: Tensor | None
-
-    @classmethod
-    def of(cls, states: Tensor, block_size: Sequence[int]) -> BlockStates:
-        partial = (states == PARTIAL).nonzero()[:1].int()
-        if not partial.numel():
-            return cls(states, None)
-        return cls(states, (partial * partial.new_tensor([1, 1, *block_size])).flatten())
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +60,8 @@ class KeyBlockLists:
     offsets : Tensor, (batches * heads * key_blocks + 1,), int32
     entries, bit_tiles : Tensor, (offsets[-1],), int32
     bits : Tensor, (tiles, tile.queries, tile.keys // 32), int32
-    block_states : BlockStates, optional
-        None if the lists hide everything that is hidden.
+    block_states : Tensor, (B or 1, H or 1, query blocks, key blocks), uint8, optional
+        ABSENT, PARTIAL or FULL for each block of the BlockMask. None if the lists hide everything that is hidden.
     """
 
     tile: Tile
@@ -95,7 +73,7 @@ class KeyBlockLists:
     entries: Tensor
     bit_tiles: Tensor
     bits: Tensor
-    block_states: BlockStates | None = None
+    block_states: Tensor | None = None
 
     def lengths(self) -> Tensor:
         """Return the number of query blocks per list, (batches, heads, key_blocks) int32."""
@@ -128,7 +106,7 @@ def key_block_lists(
     partial = (states == PARTIAL).nonzero()  # (tiles, 4): list batch, list head, n, m
     block_states = None
     if partial.shape[0] * tile.bytes > LIMIT:
-        block_states = BlockStates.of(blocks, block_mask.BLOCK_SIZE)
+        block_states = blocks
         blocks = torch.full_like(blocks, FULL)
         whole = tile_states(blocks, block_mask.BLOCK_SIZE, lengths, tile)  # partial only at the end of a sequence
         states = (whole * (tiles != ABSENT)).transpose(2, 3).contiguous()

@@ -40,8 +40,7 @@ def mask_of(call: Call, device: torch.device) -> Mask:
     generator = torch.Generator(device).manual_seed(call.number + 1)
     mask_mod = _mask_mod(call, generator, device)
     index = [
-        torch.arange(n, device=device, dtype=torch.int32).view([-1 if a == at else 1 for a in range(4)])
-        for at, n in enumerate(sizes)
+        torch.arange(n, device=device).view([-1 if a == at else 1 for a in range(4)]) for at, n in enumerate(sizes)
     ]
     shown = mask_mod(*index).expand(sizes)
     states = _states(call, shown, generator)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 DTYPES = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int64": torch.int64, "bool": torch.bool,
+    "wide": torch.int64,
 }  # fmt: skip
+WIDE = 2**33 + 5  # of "wide": a 0-d integer that 32 bits do not hold
 FLOATS = ("fp32", "fp32", "bf16", "fp16")
 SHIFT = 2048  # more than any length: i - j + SHIFT is not negative, and the same expression serves all lengths
 INFINITY = float("inf")
@@ -54,13 +56,13 @@ OF_INDICES = (
 CONDITIONS = (
     "i > j", "(i >= j - 5)", "((i - j).abs() < 40)", "h % 2 == 0", "(i + 3 * j) % 5 < 2", "b == 0",
     "i // 64 != j // 32", "({int}[i % 50] == {int}[j % 50])", "{bool}[(i + j) % 50]", "((i % 2 == 0) | (j > 10))",
-    "torch.logical_and(i > 3, j % 3 > 0)",
+    "torch.logical_and(i > 3, j % 3 > 0)", "(i * {wide} + j) % 7 < 3", "i - j < {wide} - 8589934592", "j < {wide}",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Table:
-    """A captured tensor. Letters in its shape are sizes of the call; integers are 0 to 31."""
+    """A captured tensor. Letters in its shape are sizes of the call; integers are 0 to 31, or ``WIDE``."""
 
     name: str
     shape: tuple[str | int, ...]
@@ -69,10 +71,12 @@ class Table:
 
     @property
     def is_float(self) -> bool:
-        return self.dtype not in ("int64", "bool")
+        return self.dtype in FLOATS
 
     def values(self, sizes: dict[str, int], generator: torch.Generator, device: torch.device) -> Tensor:
         shape = [sizes[n] if isinstance(n, str) else n for n in self.shape]
+        if self.dtype == "wide":
+            return torch.full(shape, WIDE, device=device)
         if self.dtype == "int64":
             return torch.randint(0, 32, shape, device=device, generator=generator)
         values = torch.randn(shape, device=device, generator=generator) * 0.5
@@ -113,11 +117,11 @@ class _Writer:
         return any(table.trained for table in self.tables.values())
 
     def _with_whole_numbers(self, text: str) -> str:
-        for dtype in ("int64", "bool"):
+        for dtype, shape in (("int64", (50,)), ("bool", (50,)), ("wide", ())):
             word = "{" + dtype.removesuffix("64") + "}"
             if word in text:
                 known = [t.name for t in self.tables.values() if t.dtype == dtype]
-                text = text.replace(word, known[0] if known else self._table((50,), dtype))
+                text = text.replace(word, known[0] if known else self._table(shape, dtype))
         return text
 
     def _lookup(self) -> str:
@@ -150,7 +154,7 @@ def _is_tame(mod: ScoreMod) -> bool:
     tensors = {t.name: t.values(sizes, generator, torch.device("cpu")) for t in mod.tables}
     trained = [tensors[t.name].requires_grad_() for t in mod.tables if t.trained]
     s = torch.linspace(-6, 6, 241, dtype=torch.float64).repeat(16).requires_grad_()
-    index = [torch.randint(0, n, s.shape, generator=generator, dtype=torch.int32) for n in sizes.values()]
+    index = [torch.randint(0, n, s.shape, generator=generator) for n in sizes.values()]
     t = mod.function(tensors)(s, *index)
     slope, *of_trained = torch.autograd.grad(t.sum(), [s, *trained], create_graph=True, allow_unused=True)
     if any(found is None or not found.any() for found in of_trained) or not slope.requires_grad:

@@ -68,7 +68,7 @@ def _modify(mod: ScoreMod | None, tensors: dict[str, Tensor], raw: Tensor) -> _S
     if mod is None:
         return _Scores(raw, raw, torch.ones_like(raw), {})
     index = [
-        torch.arange(n, device=raw.device, dtype=torch.int32).view([-1 if a == at else 1 for a in range(4)])
+        torch.arange(n, device=raw.device).view([-1 if a == at else 1 for a in range(4)])
         for at, n in enumerate(raw.shape)
     ]
     seen: dict[str, Any] = {}

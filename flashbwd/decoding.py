@@ -57,7 +57,8 @@ def flex_decoding(
         Same dtype as query; Dv may differ from D. A batch size of 1 is broadcast over the batch of query.
     score_mod : callable, optional
         ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
-        float64 inputs), the indices are int32, and ``h`` is the query head. It may read and index captured tensors.
+        float64 inputs), the indices are int32 (int64 on a CPU), and ``h`` is the query head. It may read and index
+        captured tensors.
     block_mask : BlockMask, optional
         From PyTorch's ``create_block_mask`` for this Sq and Sk, or built by hand. Its block lists select the key
         blocks; its ``mask_mod`` is evaluated in partial blocks only. With GQA the lists may differ between the query

@@ -115,11 +115,11 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     ),
     "mask_result": (
         {"block_mask": causal(mask_mod=lambda b, h, q, k: q - k)},
-        "mask_mod returned int32, expected a bool",
+        "mask_mod returned int64, expected a bool",
     ),
     "score_mod_type": ({"score_mod": 1}, "score_mod is 1, expected a function or None"),
     "score_shape": ({"score_mod": lambda s, b, h, q, k: s + BIAS}, r"score_mod returned shape \(4,\) for scalars"),
-    "score_dtype": ({"score_mod": lambda s, b, h, q, k: q - k}, "score_mod returned int32, expected a floating-point"),
+    "score_dtype": ({"score_mod": lambda s, b, h, q, k: q - k}, "score_mod returned int64, expected a floating-point"),
     "score_type": ({"score_mod": lambda s, b, h, q, k: 1.0}, "score_mod returned 1.0, expected a floating-point score"),
     "reads_query": (reading("query"), "score_mod reads query, expected a function of the score"),
     "reads_key": (reading("key"), "score_mod reads key, expected a function of the score"),

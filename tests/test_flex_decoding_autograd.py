@@ -264,7 +264,7 @@ def test_the_error_names_a_modification_of_the_wrong_type() -> None:
         flashbwd.flex_decoding(**small(score_mod=lambda s, b, h, q, k: q > k))
     mask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 3, 203, device="cpu")
     mask.mask_mod = lambda b, h, q, k: q - k
-    with pytest.raises(ValueError, match="flashbwd: mask_mod returned int32, expected bool"):
+    with pytest.raises(ValueError, match="flashbwd: mask_mod returned int64, expected bool"):
         flashbwd.flex_decoding(**small(block_mask=mask))
     sliced = mask[:, :, 0]
     with pytest.raises(RuntimeError, match="flashbwd: mask_mod failed: Cannot use mask_mod from a sliced BlockMask"):

@@ -114,10 +114,13 @@ def score_cases(device: str = "cpu") -> dict[str, Any]:
 
 def mask_cases(device: str = "cpu") -> dict[str, Any]:
     wide32, wide64 = WIDE32.to(device), WIDE64.to(device)
+    seed = torch.tensor(2654435761, device=device)
     return {
         "no window, int32": lambda b, h, q, k: k - q <= wide32,
         "no window, int64": lambda b, h, q, k: k - q <= wide64,
         "no window, two-sided": lambda b, h, q, k: (q - k <= wide64) & (k - q < wide32),
+        "hash with a seed of 64 bits": lambda b, h, q, k: ((q * seed + k * 40503) % 7 < 3) | (q == k),
+        "sum of 64 bits": lambda b, h, q, k: (q + wide64) - (k + wide64) > -200,
         "length that wraps around": lambda b, h, q, k: k < wide32 + 1 + q,
         "start that wraps around": lambda b, h, q, k: k >= -2 - wide32 + q,
         "ones of integers": lambda b, h, q, k: (k >= b.new_ones(())) & (q < 7),
@@ -139,18 +142,21 @@ NOT_BUILT_IN = {
     "floor division of floats",
     "copysign of -0.0",
     "ones of integers",
+    "hash with a seed of 64 bits",
 }
 POINTS = torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(4), torch.arange(0, 512, 23)).int()
 SCORES = torch.randn(len(POINTS), generator=torch.Generator().manual_seed(1)) * 3
 
 
 def at_all_points(score_mod: Any, mask_mod: Any, scores: Tensor, points: Tensor) -> Tensor:
-    """The scores after both functions. PyTorch evaluates them on int32 tensors of all indices at once."""
-    index = points.unbind(1)
+    """The scores after both functions, which PyTorch evaluates on int32 scalars, as its compiler traces them."""
+    results = []
     with AsOnCuda():
-        values = scores if score_mod is None else score_mod(scores, *index).float()
-        seen = torch.ones((), dtype=torch.bool) if mask_mod is None else mask_mod(*index)
-    return torch.where(seen, values, -INF).expand(len(points))
+        for score, point in zip(scores.unbind(), points, strict=True):
+            index = point.unbind()
+            value = score if score_mod is None else score_mod(score, *index).float()
+            results.append(value if mask_mod is None else torch.where(mask_mod(*index), value, -INF))
+    return torch.stack(results)
 
 
 def recognised(score_mod: Any, mask_mod: Any) -> tuple[BuiltIn | None, Captures]:

@@ -113,7 +113,7 @@ def by_autograd(problem: flex.Problem, visible: Tensor) -> dict[str, Tensor]:
     x = {name: a[name].double().requires_grad_() for name in ("query", "key", "value")}
     k, v = (x[name].repeat_interleave(call.heads // call.heads_kv, 1) for name in ("key", "value"))
     s = x["query"] @ k.mT * (call.head_dim**-0.5 if call.scale is None else call.scale)
-    index = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in s.shape), indexing="ij")
+    index = torch.meshgrid(*(torch.arange(n) for n in s.shape), indexing="ij")
     mod = flex.score_mod_of(call)
     tables = {} if mod is None else {table.name: a["score_mod"].__globals__[table.name] for table in mod.tables}
     tables = {name: t.detach().double() if t.is_floating_point() else t for name, t in tables.items()}

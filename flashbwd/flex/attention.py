@@ -114,7 +114,7 @@ def flex_attention(
         ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
         float64 inputs). It may read captured tensors, which get gradients if they require them. It writes to nothing.
     block_mask : BlockMask, optional
-        Its block lists select the blocks; its ``mask_mod`` is evaluated in partial blocks only. A query or key whose
+        Its block lists select the blocks; its ``mask_mod`` decides in partial blocks only. A query or key whose
         blocks are in neither list may hold anything, NaN too.
     scale : float, optional
         Default ``D ** -0.5``.

@@ -14,7 +14,7 @@ from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import FULL, PARTIAL
-from flashbwd.reference.modifications import GatherByIndex, Mod, run_mod, unrounded
+from flashbwd.reference.modifications import AsInKernels, Mod, run_mod, unrounded
 
 _PAIRS = 2**22  # pairs that are evaluated together
 
@@ -71,12 +71,10 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     rows, columns = (index // size for index, size in zip((q, k), block_mask.BLOCK_SIZE, strict=True))
     lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))
     state = states[lists_b[:, None, None], lists_h[:, None, None], rows.unsqueeze(2), columns.unsqueeze(1)]
-    if not bool((state == PARTIAL).any()):  # mask_mod may read beyond a tensor if no pair needs it
-        return exists & (state == FULL)
     mod = unrounded(block_mask.mask_mod)
     for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
         mod = torch.vmap(mod, in_dims=dims)
-    with torch.no_grad(), GatherByIndex():
+    with torch.no_grad(), AsInKernels():
         asked = run_mod("mask_mod", mod, b, h, q, k)
     if asked.dtype != torch.bool:
         raise ValueError(f"flashbwd: mask_mod returned {str(asked.dtype).removeprefix('torch.')}, expected bool")

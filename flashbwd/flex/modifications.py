@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from flashbwd import _arguments
 from flashbwd.mods.captures import Captures, Recent
 from flashbwd.mods.trace import READS
-from flashbwd.reference.modifications import CapturedTensors, Mod, without_hooks
+from flashbwd.reference.modifications import CapturedTensors, Mod, index_dtype, result_of, without_hooks
 
 __all__ = ["captured_of", "name_of"]
 
@@ -118,14 +118,14 @@ def _call_on_scalars(
     name: str, mod: Mod, with_score: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], bool]:
     """Return the tensors that a modification captures, and whether the host reads a value. Check the result."""
-    arguments = {name: torch.zeros((), device=device, dtype=torch.int32) for name in _INDICES}
+    arguments = {name: torch.zeros((), device=device, dtype=index_dtype(device)) for name in _INDICES}
     if with_score:
         arguments = {"score": torch.zeros((), device=device, dtype=dtype)} | arguments
     found = CapturedTensors(list(arguments.values()))
     watch = _Watch(name, arguments, found)
     try:
         with torch.enable_grad(), without_hooks(), found, watch:
-            result = mod(*arguments.values())
+            result = result_of(mod, *arguments.values())
     except ValueError as error:
         if str(error).startswith("flashbwd: "):
             raise

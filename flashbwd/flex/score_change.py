@@ -20,7 +20,7 @@ from flashbwd.mods.captures import CannotEmitError, Captures
 from flashbwd.mods.trace import trace
 from flashbwd.mods.values import Bias, OfBatchAndHead, Part, Sum
 from flashbwd.reference.decoding import Mod
-from flashbwd.reference.modifications import GatherByIndex, run_mod, unrounded
+from flashbwd.reference.modifications import AsInKernels, run_mod, unrounded
 
 __all__ = ["Addend", "Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
 
@@ -166,7 +166,7 @@ class Slopes:
             mod = torch.vmap(mod, in_dims=(None, 0, None, None, None))
         else:
             batch = batch.new_zeros(())
-        with GatherByIndex():
+        with AsInKernels():
             return -run_mod("score_mod", mod, score, batch, head, q, k).float().contiguous()
 
 

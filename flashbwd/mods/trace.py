@@ -1,14 +1,13 @@
 """Traces a modification to a graph of aten operators on scalars.
 
 The function runs once under a dispatch mode that records every operator. Its arguments are 0-d CPU tensors with the
-right dtypes (stand-ins). Types are promoted as when PyTorch evaluates the function on broadcast int32 indices: there, a
-value that depends on an argument has dimensions, and a captured number has none. Tracing neither reads captured tensors
-nor uses the GPU. It does not import PyTorch's compiler, because the import alone takes half a second.
+right dtypes (stand-ins). Indices are int32, as in PyTorch's compiled kernels, and become int64 in operators on an int64
+tensor. Tracing neither reads captured tensors nor uses the GPU. It does not import PyTorch's compiler, because the
+import alone takes half a second.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.reference.modifications import GatherByIndex, Mod
@@ -119,7 +118,6 @@ class _Recorder(TorchDispatchMode):
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Tensor] = []  # keeps ids unique
         self.captured: set[fx.Node] = set()  # captured tensors, and parts of them that are not 0-d yet
-        self.varying: set[int] = set()  # ids of tensors that depend on an argument
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -128,7 +126,6 @@ class _Recorder(TorchDispatchMode):
     def argument(self, name: str, dtype: torch.dtype) -> Tensor:
         value = torch.zeros((), dtype=dtype)
         self._keep(value, self.trace.graph.placeholder(name), value)
-        self.varying.add(id(value))
         return value
 
     def node_of(self, tensor: Tensor) -> fx.Node:
@@ -154,9 +151,7 @@ class _Recorder(TorchDispatchMode):
             )
         if not torch._C._is_fwd_grad_enabled():  # in inference mode, and in the forward of a torch.autograd.Function
             self.trace.changes_gradients = True
-        args, kwargs = self._promoted(func, args), dict(kwargs or {})
-        varies = any(id(x) in self.varying for x in tree_leaves((args, kwargs)))
-        arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), kwargs))
+        arguments, options = tree_map_only(Tensor, self.node_of, (tuple(args), dict(kwargs or {})))
         node = self.trace.graph.call_function(func, arguments, options)
         source = arguments[0] if arguments else None
         if isinstance(source, fx.Node) and source in self.captured and func.overloadpacket in _CHOOSES:
@@ -172,29 +167,7 @@ class _Recorder(TorchDispatchMode):
             result = func(*values, **keywords)
         if isinstance(result, Tensor):
             self._keep(result, node, result)
-            if varies:
-                self.varying.add(id(result))
         return result
-
-    def _promoted(self, func: Any, args: Any) -> list[Any]:
-        """Return the operands, with captured numbers cast to the dtype of the operands that depend on an argument.
-
-        In PyTorch's type promotion a tensor with dimensions takes precedence over a 0-d tensor of the same category.
-        So an int64 number combined with int32 indices becomes int32, and wraps around if it does not fit.
-        """
-        operands = list(args)
-        if func.overloadpacket in _CHOOSES or func.overloadpacket is aten._to_copy:
-            return operands
-        scalars = [i for i, x in enumerate(operands) if isinstance(x, Tensor) and x.dim() == 0]
-        varying = [operands[i].dtype for i in scalars if id(operands[i]) in self.varying]
-        if not varying:
-            return operands
-        common = functools.reduce(torch.promote_types, varying)
-        for i in scalars:
-            x = operands[i]
-            if id(x) not in self.varying and x.dtype != common and _kind(x.dtype) == _kind(common):
-                operands[i] = self.__torch_dispatch__(aten._to_copy.default, (), (x,), {"dtype": common})
-        return operands
 
     def _refuse_whole(self, func: Any, node: fx.Node) -> None:
         for source in node.all_input_nodes:
@@ -210,10 +183,6 @@ def _chosen(func: Any, source: Tensor, arguments: tuple[Any, ...]) -> Tensor:
     indices = [*arguments[1], *[None] * (source.dim() - len(arguments[1]))]
     sizes = [size for size, index in zip(source.shape, indices, strict=True) if index is None]
     return torch.zeros((), dtype=source.dtype).expand(sizes)
-
-
-def _kind(dtype: torch.dtype) -> int:
-    return 2 if dtype.is_floating_point else int(dtype != torch.bool)
 
 
 def _stand_in(value: Any) -> Any:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flashbwd.reference.modifications import (
-    GatherByIndex,
     LeavesFor,
     Mod,
     accumulator,
+    evaluating_on,
+    index_dtype,
     run_mod,
     sum_dtype,
     unrounded,
@@ -171,7 +172,7 @@ class _Operands:
         self.dtype = accumulator(q.dtype)
         self.group = q.shape[1] // k.shape[1]
         self.states = None if call.block_mask is None else block_states(call.block_mask, k.shape[2])
-        self.index = [torch.arange(n, device=q.device, dtype=torch.int32) for n in (*q.shape[:3], k.shape[2])]
+        self.index = [torch.arange(n, device=q.device, dtype=index_dtype(q.device)) for n in (*q.shape[:3], k.shape[2])]
         self.score_mod = None if call.score_mod is None else self._vectorised(call.score_mod, True)
         self.mask_mod = None if call.block_mask is None else self._vectorised(call.block_mask.mask_mod, False)
 
@@ -213,7 +214,7 @@ class _Operands:
         q, k = q[tile.q0 : tile.q1], k[tile.k0 : tile.k1]
         size = self.call.block_mask.BLOCK_SIZE
         states = self.states.index_select(2, q // size[0]).index_select(3, k // size[1])
-        with torch.no_grad(), GatherByIndex():
+        with torch.no_grad(), evaluating_on(q.device):
             asked = run_mod("mask_mod", self.mask_mod, b, h, q, k)
         if asked.dtype != torch.bool:
             raise ValueError(f"flashbwd: mask_mod returned {_name_of(asked.dtype)}, expected bool")
@@ -230,7 +231,7 @@ class _Operands:
         if self.score_mod is None:
             return scores
         b, h, q, k = self.index
-        with GatherByIndex():
+        with evaluating_on(scores.device):
             result = run_mod("score_mod", self.score_mod, scores, b, h, q[tile.q0 : tile.q1], k[tile.k0 : tile.k1])
         if not result.is_floating_point():
             raise ValueError(f"flashbwd: score_mod returned {_name_of(result.dtype)}, expected a floating-point score")

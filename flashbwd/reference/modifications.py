@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 Mod = Callable[..., Tensor]
 
 
+_GATHERS = (Tensor.__getitem__, torch.ops.aten.index, torch.ops.aten.index.Tensor)
+
+
 class GatherByIndex(TorchFunctionMode):
     """Turns ``tensor[i, j]`` with 0-d index tensors into a gather. PyTorch would read the indices to make a view."""
 
@@ -25,8 +29,65 @@ class GatherByIndex(TorchFunctionMode):
             tensor, index = args
             entries = index if isinstance(index, tuple) else (index,)
             if any(isinstance(entry, Tensor) for entry in entries) and all(map(_is_gather_index, entries)):
-                return torch.ops.aten.index(tensor, [_as_index(entry, tensor) for entry in entries])
+                return self.gather(tensor, [_as_index(entry, tensor) for entry in entries])
         return func(*args, **(kwargs or {}))
+
+    def gather(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+        return torch.ops.aten.index(tensor, indices)
+
+
+class AsInKernels(GatherByIndex):
+    """Evaluates a vectorised function on int32 indices as a kernel does.
+
+    Scalars are promoted to a common dtype, so that an index is int64 if it is compared with an int64 tensor: the
+    comparisons and ``where`` of ``torch.vmap`` would take the dtype of the index. An index beyond a tensor becomes the
+    last one. A function is also called for hidden pairs, for which its tensors may have no element, and on a GPU
+    PyTorch would end the process.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _GATHERS[1:]:
+            return self.gather(*args)
+        if func not in _CASTS:
+            args, kwargs = _promoted((args, kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def gather(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+        return super().gather(
+            tensor, [_bounded(index, size) for index, size in zip(indices, tensor.shape, strict=False)]
+        )
+
+
+def _promoted(arguments: Any) -> Any:
+    """Cast scalars of the same category (integers, or floating-point numbers) to their common dtype."""
+    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool:
+            kinds[leaf.is_floating_point()].add(leaf.dtype)
+    if all(len(dtypes) < 2 for dtypes in kinds.values()):
+        return arguments
+    common = {kind: functools.reduce(torch.promote_types, dtypes) for kind, dtypes in kinds.items() if dtypes}
+    return tree_map_only(
+        Tensor,
+        lambda x: x.to(common[x.is_floating_point()]) if x.dim() == 0 and x.dtype != torch.bool else x,
+        arguments,
+    )
+
+
+def _bounded(index: Tensor | None, size: int) -> Tensor | None:
+    return index if index is None or index.dtype == torch.bool else index.long().clamp(-size, size - 1)
+
+
+def evaluating_on(device: torch.device) -> GatherByIndex:
+    """Return the mode in which a vectorised function is evaluated: on a GPU as by PyTorch's compiled kernels."""
+    return AsInKernels() if device.type == "cuda" else GatherByIndex()
+
+
+def index_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of indices in PyTorch's kernels on this device, or in its eager mode where it has none."""
+    return torch.int32 if device.type == "cuda" else torch.int64
 
 
 def _is_gather_index(entry: Any) -> bool:
@@ -60,9 +121,6 @@ class CapturedTensors(GatherByIndex):
             if isinstance(leaf, Tensor) and id(leaf) not in self.captured:
                 self._made[id(leaf)] = leaf
         return result
-
-
-_GATHERS = (Tensor.__getitem__, torch.ops.aten.index, torch.ops.aten.index.Tensor)
 
 
 class LeavesFor(TorchFunctionMode):
@@ -168,9 +226,9 @@ def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.d
     if score_mod is None:
         return []
     arguments = [torch.zeros((), device=device, dtype=dtype)]
-    arguments += torch.zeros(4, device=device, dtype=torch.int32).unbind()
+    arguments += torch.zeros(4, device=device, dtype=index_dtype(device)).unbind()
     with torch.enable_grad(), without_hooks(), CapturedTensors(arguments) as found:
-        run_mod("score_mod", score_mod, *arguments)
+        run_mod("score_mod", functools.partial(result_of, score_mod), *arguments)
     return [tensor for tensor in found.captured.values() if tensor.requires_grad]
 
 
@@ -184,9 +242,16 @@ def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
 
 
+def result_of(mod: Mod, *args: Tensor) -> Tensor:
+    """Call a modification. A captured tensor that is its result counts as read, for the modes of this module."""
+    result = mod(*args)
+    return result.view(()) if isinstance(result, Tensor) and result.dim() == 0 else result
+
+
 def vectorised(mod: Mod, with_score: bool) -> Mod:
     """Vectorise a function of scalars over (B, H, Sq, n) scores and (B,), (H,), (Sq,) and (n,) indices."""
     score = (0,) if with_score else ()
+    mod = functools.partial(result_of, mod)
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mod = torch.vmap(mod, in_dims=(*score, *dims))
     return mod

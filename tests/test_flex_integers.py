@@ -1,0 +1,168 @@
+"""Integers of modifications beyond 32 bits, and indices beyond a captured tensor.
+
+PyTorch's compiled kernels have int32 indices, which become int64 beside an int64 tensor. Its eager mode has int64
+indices.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from kit import decoding as kit
+from kit.decoding import Mod, Shape
+from test_flex_decoding_meaning import FEW, Linear
+from test_flex_lists import dense
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import flashbwd
+from flashbwd.flex.lists import key_block_lists
+from flashbwd.flex.tile import Tile
+from flashbwd.reference.modifications import AsInKernels, GatherByIndex
+
+SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=70, seqlen_k=150, head_dim=64, head_dim_v=64)
+
+
+def masks(device: str) -> dict[str, Mod]:
+    """Masks that differ if an int64 number is cut to 32 bits."""
+    largest, beyond = (torch.tensor(n, device=device) for n in (sys.maxsize, 2**40 + 50))
+    seed = torch.tensor(2654435761, device=device)
+    ends = torch.tensor([2**40, 2**32 + 5], device=device)
+    return {
+        "limit": lambda b, h, q, k: (k < largest) & (k <= q + 80),
+        "difference": lambda b, h, q, k: k + (beyond - 2**40) >= q,
+        "hash": lambda b, h, q, k: ((q * seed + k * 40503) % 7 < 3) | (q == k),
+        "where": lambda b, h, q, k: torch.where(q < 9, k + 5, beyond) > 2**33 + 100 - ends[b] // 2**40,
+        "clamp": lambda b, h, q, k: (q + beyond).clamp(max=largest) >= (k + beyond) - 9 * b,
+    }
+
+
+def scores(device: str) -> dict[str, Mod]:
+    offset, scale = torch.tensor(2**33, device=device), torch.tensor(0.3, dtype=torch.float64, device=device)
+    return {
+        "distance": lambda s, b, h, q, k: s + 0.01 * ((q + offset) - (k + offset)),
+        "quotient": lambda s, b, h, q, k: s + ((q + offset) * (h + 1) // (offset // 64)) * 0.001,
+        "scale of 64 bits": lambda s, b, h, q, k: s * scale,
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_vectorised_function_computes_what_it_computes_on_scalars(seed: int) -> None:
+    compared = 0
+    for i in range(40):
+        linear = Linear(1000 * seed + i)
+        text = linear.mask().replace(" + b * 0", "")  # which would make every operand depend on an index
+        mod = eval(f"lambda b, h, q, k: {text}", linear.names)
+        try:
+            want = torch.stack([mod(*point.unbind()) for point in FEW])
+        except (RuntimeError, OverflowError, AttributeError):  # PyTorch refuses the function
+            continue
+        with AsInKernels():
+            assert torch.equal(torch.vmap(mod)(*FEW.unbind(1)), want), text
+        compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize("name", masks("cpu"))
+def test_mask_bits_have_the_pairs_of_a_mask_with_64_bits(name: str) -> None:
+    mask = create_block_mask(masks("cpu")[name], 2, 1, 70, 150, device="cpu", BLOCK_SIZE=64)
+    expected = kit.dense_mask(masks("cpu")[name], SHAPE, "cpu").expand(2, 4, 70, 150)
+    assert 0 < int(expected.sum()) < expected.numel()
+    assert torch.equal(dense(key_block_lists(mask, (2, 4, 70, 150)), (2, 4, 70, 150)), expected)
+
+
+def band(bounds: Tensor) -> tuple[BlockMask, Tensor]:
+    """A mask whose table has no element for pairs outside of the listed blocks, and its dense form."""
+    device = bounds.device.type
+    seen = (torch.arange(128, device=device).view(-1, 1) - torch.arange(128, device=device)).abs() < 30
+    mask = create_block_mask(lambda b, h, q, k: (q - k).abs() < 30, None, None, 128, 128, device=device, BLOCK_SIZE=32)
+    mask.mask_mod = lambda b, h, q, k: bounds[(q - k).abs()]
+    return mask, seen
+
+
+def test_an_index_beyond_a_tensor_is_the_last_one_in_mask_bits() -> None:
+    mask, seen = band(torch.arange(70) < 30)
+    lists = key_block_lists(mask, (1, 1, 128, 128), Tile(128, 128))
+    assert torch.equal(dense(lists, (1, 1, 128, 128))[0, 0], seen)
+
+
+@pytest.mark.parametrize("index", [(0, -1), (4, 9), (-7, 3), (1, None)], ids=str)
+@pytest.mark.parametrize("called", ["subscript", "operator"])
+def test_an_index_is_bounded_as_in_kernels(index: tuple[int, int | None], called: str) -> None:
+    table = torch.arange(20.0).view(4, 5)
+    rows, columns = (None if i is None else torch.tensor(i) for i in index)
+    bounded = [slice(None) if i is None else min(max(i, -n), n - 1) for i, n in zip(index, (4, 5), strict=True)]
+    with AsInKernels():
+        found = (
+            torch.ops.aten.index(table, [rows, columns])
+            if called == "operator"
+            else table[rows, slice(None) if columns is None else columns]
+        )
+    assert torch.equal(found, table[tuple(bounded)])
+    with GatherByIndex(), pytest.raises(IndexError):
+        table[torch.tensor(4)]
+
+
+def results(attend: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    """Return out, lse and the gradients of the inputs."""
+    out, lse = attend(*inputs)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
+    grads = torch.autograd.grad((out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).sum(), inputs)
+    return [out.detach(), lse.detach(), *grads]
+
+
+def expected(mod: Any, mask: Any) -> list[Tensor]:
+    """The oracle has int64 indices and float64 scores."""
+    same = [tensor.bfloat16().double().requires_grad_() for tensor in SHAPE.tensors(torch.float64)]
+    visible = None if mask is None else kit.dense_mask(mask, SHAPE, "cpu")
+    return results(lambda *inputs: kit.oracle(SHAPE, *inputs, mod, visible, None), same)
+
+
+@pytest.mark.parametrize("kind", [*masks("cpu"), *scores("cpu")])
+def test_integers_of_64_bits_on_a_cpu(kind: str) -> None:
+    check(kind, "cpu", torch.float64, False, 1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float32, 2e-3)], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("kind", [*masks("cpu"), *scores("cpu")])
+def test_integers_of_64_bits_on_a_gpu(kind: str, dtype: torch.dtype, tolerance: float, deterministic: bool) -> None:
+    check(kind, "cuda", dtype, deterministic, tolerance)
+
+
+def check(kind: str, device: str, dtype: torch.dtype, deterministic: bool, tolerance: float) -> None:
+    inputs = [t.bfloat16().to(device, dtype).requires_grad_() for t in SHAPE.tensors(torch.float64)]
+    mask_mod = masks(device).get(kind)
+    mask = None if mask_mod is None else kit.block_mask(mask_mod, SHAPE, device)
+    options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "deterministic": deterministic}
+    mod = scores(device).get(kind)
+    got = results(lambda *args: flashbwd.flex_attention(*args, mod, mask, **options), inputs)
+    want = expected(scores("cpu").get(kind), masks("cpu").get(kind))
+    for found, right in zip(got, want, strict=True):
+        torch.testing.assert_close(found.cpu().double(), right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
+def test_an_index_beyond_a_tensor_ends_no_process_on_a_gpu(dtype: torch.dtype) -> None:
+    """In float64 the reference computes the call."""
+    mask, seen = band(torch.arange(70, device="cuda") < 30)
+    q, k, v = (torch.randn(1, 2, 128, 64, device="cuda").to(dtype).requires_grad_() for _ in range(3))
+    got = results(lambda *args: flashbwd.flex_attention(*args, None, mask, return_lse=True), [q, k, v])
+    scores = (q.double() @ k.double().mT / 8).masked_fill(~seen, -torch.inf)
+    want = results(lambda *_: (scores.softmax(-1) @ v.double(), scores.logsumexp(-1)), [q, k, v])
+    for found, right in zip(got, want, strict=True):
+        torch.testing.assert_close(found.double(), right.double(), rtol=3e-2, atol=3e-2)
+
+
+def test_a_captured_tensor_that_is_the_score_gets_a_gradient() -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64) for _ in range(3))
+    score = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    _, lse = flashbwd.flex_attention(q, k, v, lambda s, b, h, i, j: score, return_lse=True)  # type: ignore[misc]
+    (gradient,) = torch.autograd.grad(lse.sum(), [score])
+    assert float(gradient) == pytest.approx(5.0)

@@ -10,7 +10,7 @@ import torch
 
 from flashbwd.bench import contenders, errors, flex_peers, peers, report, results, runner
 from flashbwd.bench.attention_inputs import AttentionInputs
-from flashbwd.bench.cases import FLEX, FLEX_TUNED, MASKS, OURS_FLEX, PLAIN, RELATIVE_BIAS, FlexCase
+from flashbwd.bench.cases import FLEX, FLEX_TUNED, MASKS, OURS_FLEX, PLAIN, RELATIVE_BIAS, TRAINED_BIAS, FlexCase
 from flashbwd.bench.flex_cases import FLEX_CASES, visible_pairs
 from flashbwd.bench.measure import Settings
 from flashbwd.bench.suites import suite
@@ -22,10 +22,10 @@ TINY = FlexCase("flex", 2, 40, 4, 2, 16, "causal", documents=3, window=9, dtype=
 
 def test_the_suite_has_every_row_once() -> None:
     assert suite("flex", "cuda") == FLEX_CASES
-    assert len({case.name for case in FLEX_CASES}) == len(FLEX_CASES) == 30
+    assert len({case.name for case in FLEX_CASES}) == len(FLEX_CASES) == 32
     assert all(case.batch * case.seqlen == 16384 and case.dtype == "bf16" for case in FLEX_CASES)
     assert {(c.heads, c.heads_kv, c.head_dim) for c in FLEX_CASES} == {(16, 16, 128), (32, 32, 64), (32, 8, 128)}
-    assert sum(case.tuned for case in FLEX_CASES) == 2
+    assert sum(case.tuned for case in FLEX_CASES) == 4
     assert suite("flex", "cpu") == ()
 
 
@@ -40,7 +40,7 @@ def test_the_suite_has_every_row_once() -> None:
     ],
 )
 def test_bars_are_those_of_the_mask(mask: str, dim: int, over: str, ratio: float) -> None:
-    chosen = [c for c in FLEX_CASES if (c.mask, c.head_dim) == (mask, dim) and c.score != RELATIVE_BIAS]
+    chosen = [c for c in FLEX_CASES if (c.mask, c.head_dim) == (mask, dim) and "bias" not in c.score]
     assert chosen
     assert {(b.ours, b.over, b.at_least) for case in chosen for b in case.bars} == {(OURS_FLEX, over, ratio)}
 
@@ -71,7 +71,10 @@ def test_every_mask_of_the_suite_has_the_number_of_pairs_that_its_lengths_say() 
 
 @pytest.mark.parametrize(
     "mask, score",
-    [*((mask, "") for mask in MASKS), *(("causal", score) for score in ("softcap", "ALiBi", RELATIVE_BIAS))],
+    [
+        *((mask, "") for mask in MASKS),
+        *(("causal", score) for score in ("softcap", "ALiBi", RELATIVE_BIAS, TRAINED_BIAS)),
+    ],
 )
 def test_the_oracle_agrees_with_the_reference(mask: str, score: str) -> None:
     case = replace(TINY, mask=mask, score=score)

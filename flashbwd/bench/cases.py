@@ -41,6 +41,7 @@ OURS_FLEX = "flashbwd flex"
 PLAIN = "flashbwd plain"  # attention_backward with the same mask given as arguments
 MASKS = ("causal", "documents", "prefix", "window")  # of FlexAttention
 RELATIVE_BIAS = "relative bias"  # a captured table, by query head and distance
+TRAINED_BIAS = "trained relative bias"  # the same, with a gradient
 SOFTCAP = 30.0
 CPU_FLASH = "torch CPU flash"
 COPY = "device copy"
@@ -297,7 +298,7 @@ class FlexCase:
     heads_kv: int
     head_dim: int
     mask: str
-    score: str = ""  # "", "softcap", "ALiBi" or RELATIVE_BIAS
+    score: str = ""  # "", "softcap", "ALiBi", RELATIVE_BIAS or TRAINED_BIAS
     documents: int = 1
     window: int = 1024
     dtype: str = "bf16"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from flashbwd.bench.cases import FLEX, MASKS, OURS_FLEX, PLAIN, RELATIVE_BIAS, Bar, FlexCase
+from flashbwd.bench.cases import FLEX, MASKS, OURS_FLEX, PLAIN, RELATIVE_BIAS, TRAINED_BIAS, Bar, FlexCase
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -41,11 +41,15 @@ def visible_pairs(case: FlexCase, device: torch.device) -> Tensor:
 
 
 def relative_bias(case: FlexCase, device: torch.device) -> Tensor | None:
-    """Return the table of a relative bias, (H, 2 S - 1) float32. Query i and key j get column i - j + S - 1."""
-    if case.score != RELATIVE_BIAS:
+    """Return the table of a relative bias, (H, 2 S - 1) float32. Query i and key j get column i - j + S - 1.
+
+    It requires a gradient if the case trains it.
+    """
+    if case.score not in (RELATIVE_BIAS, TRAINED_BIAS):
         return None
     generator = torch.Generator().manual_seed(case.seqlen)
-    return torch.randn(case.heads, 2 * case.seqlen - 1, generator=generator).to(device)
+    table = torch.randn(case.heads, 2 * case.seqlen - 1, generator=generator).to(device)
+    return table.requires_grad_(case.score == TRAINED_BIAS)
 
 
 # ---- the cases: heads, KV heads, D, S, masks, whether with score modifications -------------------
@@ -66,6 +70,8 @@ DOCUMENTS = {2048: 4, 4096: 6, 8192: 8}
 def _bars(mask: str, head_dim: int, score: str) -> tuple[Bar, ...]:
     if score == RELATIVE_BIAS:
         return (Bar(OURS_FLEX, FLEX, 1.5),)
+    if score == TRAINED_BIAS:
+        return ()
     if mask in ("causal", "window"):
         return (Bar(OURS_FLEX, PLAIN, 0.95),)
     return (Bar(OURS_FLEX, FLEX, 1.5 if mask == "prefix" and head_dim == 128 else 2.0),)
@@ -75,7 +81,7 @@ def _flex_cases() -> Iterator[FlexCase]:
     for heads, heads_kv, head_dim, seqlen, masks, with_scores in _ROWS:
         rows = [(mask, "") for mask in masks]
         if with_scores:
-            rows += [("causal", "softcap"), ("causal", "ALiBi"), ("causal", RELATIVE_BIAS)]
+            rows += [("causal", "softcap"), ("causal", "ALiBi"), ("causal", RELATIVE_BIAS), ("causal", TRAINED_BIAS)]
         for mask, score in rows:
             yield FlexCase(
                 "flex",
@@ -87,7 +93,7 @@ def _flex_cases() -> Iterator[FlexCase]:
                 mask,
                 score,
                 documents=DOCUMENTS[seqlen] if mask == "documents" else 1,
-                tuned=heads == 16 and seqlen == 8192 and not score and mask in ("causal", "documents"),
+                tuned=heads == heads_kv and seqlen == 8192 and not score and mask in ("causal", "documents"),
                 bars=_bars(mask, head_dim, score),
             )
 

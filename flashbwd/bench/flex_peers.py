@@ -15,13 +15,23 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import flashbwd
 from flashbwd.bench import attention_peers
 from flashbwd.bench.attention_inputs import AttentionInputs
-from flashbwd.bench.cases import DETERMINISTIC, FLEX, FLEX_TUNED, OURS_FLEX, PLAIN, RELATIVE_BIAS, SOFTCAP, FlexCase
+from flashbwd.bench.cases import (
+    DETERMINISTIC,
+    FLEX,
+    FLEX_TUNED,
+    OURS_FLEX,
+    PLAIN,
+    RELATIVE_BIAS,
+    SOFTCAP,
+    TRAINED_BIAS,
+    FlexCase,
+)
 from flashbwd.bench.flex_cases import mask_of, relative_bias
 from flashbwd.bench.peers import Peer, Prepared, refuse
 
 
-def _options(case: FlexCase, x: AttentionInputs) -> dict[str, Any]:
-    """Return the arguments score_mod and block_mask."""
+def _options(case: FlexCase, x: AttentionInputs, table: Tensor | None) -> dict[str, Any]:
+    """Return the arguments score_mod and block_mask. ``table`` is that of a relative bias."""
     slopes = x.alibi_slopes
 
     def softcap(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -31,15 +41,13 @@ def _options(case: FlexCase, x: AttentionInputs) -> dict[str, Any]:
         assert slopes is not None
         return s - slopes[h] * (i - j).abs()
 
-    table = relative_bias(case, x.q.device)
-
     def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert table is not None
         return s + table[h, i - j + case.seqlen - 1]
 
     mask = mask_of(case, x.q.device)
     return {
-        "score_mod": {"": None, "softcap": softcap, "ALiBi": alibi, RELATIVE_BIAS: biased}[case.score],
+        "score_mod": {"": None, "softcap": softcap, "ALiBi": alibi}.get(case.score, biased),
         "block_mask": create_block_mask(mask, None, None, case.seqlen, case.seqlen, device=str(x.q.device)),
         "enable_gqa": case.heads != case.heads_kv,
     }
@@ -72,18 +80,20 @@ def pytorch(mode: str | None = None) -> Callable[[FlexCase, AttentionInputs], Pr
         refuse(mode is not None and not case.tuned, "autotuned in a few cases only")
         import torch._functorch.config as functorch_config
 
-        options = _options(case, x)
+        table = relative_bias(case, x.q.device)
+        options = _options(case, x, table)
         inputs = tuple(t.transpose(1, 2).detach().requires_grad_() for t in (x.q, x.k, x.v))
+        trained = () if table is None or not table.requires_grad else (table,)
         dout = x.dout.transpose(1, 2)
         start = _now(x)
         with functorch_config.patch(donated_buffer=False), _where_pytorch_starts():  # many backwards reuse the graph
             compiled: Callable[..., Any] = torch.compile(flex_attention, mode=mode)
             out = compiled(*inputs, **options)
-            torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            torch.autograd.grad(out, inputs + trained, dout, retain_graph=True)
         first_ms = 1e3 * (_now(x) - start)
 
         def backward() -> tuple[Tensor | None, ...]:
-            return _rows_first(torch.autograd.grad(out, inputs, dout, retain_graph=True))
+            return _rows_first(torch.autograd.grad(out, inputs + trained, dout, retain_graph=True)[:3])
 
         return Prepared(backward, first_ms=first_ms)
 
@@ -95,10 +105,13 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
 
     def prepare(case: FlexCase, x: AttentionInputs) -> Prepared:
         q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
+        table = relative_bias(case, x.q.device)
         with torch.no_grad(), _where_pytorch_starts():
-            results: Any = flashbwd.flex_attention(q, k, v, **_options(case, x), return_lse=True)
+            results: Any = flashbwd.flex_attention(q, k, v, **_options(case, x, table), return_lse=True)
         out, lse = results
-        options = _options(case, x) | {"deterministic": deterministic}  # the forward may have kept lists of its mask
+        options = _options(case, x, table) | {
+            "deterministic": deterministic
+        }  # the forward may have kept lists of its mask
         start = _now(x)
         plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, lse, **options)
         reasons = "; ".join(dict.fromkeys(plan.reasons.values()))
@@ -123,7 +136,7 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
 def plain(case: FlexCase, x: AttentionInputs) -> Prepared:
     """Prepare attention_backward, with the mask and the modification of the score as arguments."""
     refuse(case.mask not in ("causal", "window"), "attention_backward has no argument for this mask")
-    refuse(case.score == RELATIVE_BIAS, "attention_backward has no argument for a relative bias")
+    refuse(case.score in (RELATIVE_BIAS, TRAINED_BIAS), "attention_backward has no argument for a relative bias")
     prepared = attention_peers.ours("sm90")(case.dense, x)
     start = _now(x)
     with prepared.scope():

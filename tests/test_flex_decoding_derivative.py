@@ -44,7 +44,7 @@ OPERATORS: dict[str, list[str]] = {
     "remainder": ["({x} % 0.7)"],
     "fmod": ["torch.fmod({x}, 0.7)"],
     "pow": ["({x} ** 2)", "({x} ** 3)", "(({x}.abs() + 0.1) ** {y})", "(0.4 ** {x})", "(({x}.abs() + 1) ** -0.5)"],
-    "atan2": ["torch.atan2({x}, {y} + 0.01)"],
+    "atan2": ["torch.atan2({x}, {y} + 0.01)", "torch.atan2({x} * 0, {y} * 0)"],
     "where": ["torch.where({x} > {y}, {x} * 2, {y})", "torch.where({x} > 0, 1.5, {x})"],
     "masked_fill": ["({x} * 2).masked_fill({y} > 0.5, 0.25)"],
     "clamp": [

@@ -1,7 +1,7 @@
 """Integers of modifications beyond 32 bits, and indices beyond a captured tensor.
 
-PyTorch's compiled kernels have int32 indices, which become int64 beside an int64 tensor. Its eager mode has int64
-indices.
+PyTorch's CUDA kernels have int32 indices, which become int64 beside an int64 scalar. Its CPU kernels and its eager mode
+have int64 indices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 import flashbwd
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
-from flashbwd.reference.modifications import AsInKernels, GatherByIndex
+from flashbwd.mods.captures import CannotEmitError, Captures, Slots
+from flashbwd.reference.modes import AsInKernels, OnScalars
 
 SHAPE = Shape(batch=2, heads=4, heads_kv=2, seqlen_q=70, seqlen_k=150, head_dim=64, head_dim_v=64)
 
@@ -34,7 +35,7 @@ def masks(device: str) -> dict[str, Mod]:
     ends = torch.tensor([2**40, 2**32 + 5], device=device)
     return {
         "limit": lambda b, h, q, k: (k < largest) & (k <= q + 80),
-        "difference": lambda b, h, q, k: k + (beyond - 2**40) >= q,
+        "quotient": lambda b, h, q, k: k + (k + beyond) // 2**33 >= q + 128,
         "hash": lambda b, h, q, k: ((q * seed + k * 40503) % 7 < 3) | (q == k),
         "where": lambda b, h, q, k: torch.where(q < 9, k + 5, beyond) > 2**33 + 100 - ends[b] // 2**40,
         "clamp": lambda b, h, q, k: (q + beyond).clamp(max=largest) >= (k + beyond) - 9 * b,
@@ -44,7 +45,7 @@ def masks(device: str) -> dict[str, Mod]:
 def scores(device: str) -> dict[str, Mod]:
     offset, scale = torch.tensor(2**33, device=device), torch.tensor(0.3, dtype=torch.float64, device=device)
     return {
-        "distance": lambda s, b, h, q, k: s + 0.01 * ((q + offset) - (k + offset)),
+        "factor": lambda s, b, h, q, k: s + 1e-9 * (q + offset) * (k % 3),
         "quotient": lambda s, b, h, q, k: s + ((q + offset) * (h + 1) // (offset // 64)) * 0.001,
         "scale of 64 bits": lambda s, b, h, q, k: s * scale,
     }
@@ -61,10 +62,43 @@ def test_a_vectorised_function_computes_what_it_computes_on_scalars(seed: int) -
             want = torch.stack([mod(*point.unbind()) for point in FEW])
         except (RuntimeError, OverflowError, AttributeError):  # PyTorch refuses the function
             continue
-        with AsInKernels():
+        with OnScalars():
             assert torch.equal(torch.vmap(mod)(*FEW.unbind(1)), want), text
         compared += 1
     assert compared > 10
+
+
+WIDE = torch.tensor(2**33 + 5)
+SMALL = torch.tensor([7, -3], dtype=torch.int8)
+ON_SCALARS = [
+    "q / 2**33",
+    "k.to(torch.uint8) / 300",
+    "SMALL[b % 2] / 1000",
+    "(((q * 1103515245 + k * 12345) & 0x7FFFFFFF) / 2**31 < 0.9)",
+    "torch.div(q, 2**33)",
+    "WIDE.to(q) + k",
+    "WIDE.type_as(q) + k",
+    "(q - k).add_(WIDE)",
+    "(q - k).clamp_(max=WIDE - 2**33)",
+    "(q - k).masked_fill(k > 3, WIDE - 2**33) * 3",
+    "torch.where(k > q, q, WIDE)",
+    "torch.clamp(q, WIDE - 2**33, WIDE)",
+    "torch.addcmul(q, k, WIDE)",
+    "torch.isin(q, WIDE - 2**33)",
+    "torch.logical_and(q, WIDE)",
+    "q.eq(WIDE) | q.lt(WIDE)",
+    "(q * 0.5 < torch.tensor(0.1, dtype=torch.float64))",
+    "torch.where(q > 2, q * 0.1, torch.tensor(0.1, dtype=torch.float64))",
+]
+
+
+@pytest.mark.parametrize("text", ON_SCALARS)
+def test_an_operator_computes_what_it_computes_on_scalars(text: str) -> None:
+    mod = eval(f"lambda b, h, q, k: {text}", {"torch": torch, "WIDE": WIDE, "SMALL": SMALL})
+    want = torch.stack([mod(*point.unbind()) for point in FEW])
+    with OnScalars():
+        found = torch.vmap(mod)(*FEW.unbind(1))
+    assert found.dtype == want.dtype and torch.equal(found, want)
 
 
 @pytest.mark.parametrize("name", masks("cpu"))
@@ -90,21 +124,57 @@ def test_an_index_beyond_a_tensor_is_the_last_one_in_mask_bits() -> None:
     assert torch.equal(dense(lists, (1, 1, 128, 128))[0, 0], seen)
 
 
-@pytest.mark.parametrize("index", [(0, -1), (4, 9), (-7, 3), (1, None)], ids=str)
-@pytest.mark.parametrize("called", ["subscript", "operator"])
-def test_an_index_is_bounded_as_in_kernels(index: tuple[int, int | None], called: str) -> None:
-    table = torch.arange(20.0).view(4, 5)
-    rows, columns = (None if i is None else torch.tensor(i) for i in index)
-    bounded = [slice(None) if i is None else min(max(i, -n), n - 1) for i, n in zip(index, (4, 5), strict=True)]
+@pytest.mark.parametrize("form", ["bounds[(q - k).abs()]", "torch.take(bounds, (q - k).abs().long())"])
+def test_a_mask_mod_is_evaluated_for_pairs_of_partial_blocks_only(form: str) -> None:
+    bounds = torch.arange(70) < 30
+    mask, seen = band(bounds)
+    mask.mask_mod = eval(f"lambda b, h, q, k: {form}", {"torch": torch, "bounds": bounds})
+    lists = key_block_lists(mask, (1, 1, 128, 128), Tile(128, 128))
+    assert torch.equal(dense(lists, (1, 1, 128, 128))[0, 0], seen)
+
+
+TABLE = torch.arange(60.0).view(4, 5, 3)
+INDICES = ["0, -1, 2", "4, 9, 0", "-7, 3, -5", "1, :, 7", "..., 8", "9, ..., -9", "2, None, 6, 1", ":, 11", "-5"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16])
+@pytest.mark.parametrize("index", INDICES)
+def test_an_index_is_bounded_as_in_kernels(index: str, dtype: torch.dtype) -> None:
+    """One of -n - 1 or less becomes the last one too."""
+
+    class Subscript:
+        def __getitem__(self, entries: Any) -> tuple[Any, ...]:
+            return entries if isinstance(entries, tuple) else (entries,)
+
+    given: tuple[Any, ...] = eval(f"subscript[{index}]", {"subscript": Subscript()})
+    ellipsis = given.index(Ellipsis) if Ellipsis in given else len(given)
+    right, dim = [], 0
+    for position, entry in enumerate(given):
+        if isinstance(entry, int):
+            size = TABLE.shape[dim if position < ellipsis else position - len(given)]
+            right.append(entry if -size <= entry < size else size - 1)
+        else:
+            right.append(entry)
+        dim += entry is not None
     with AsInKernels():
-        found = (
-            torch.ops.aten.index(table, [rows, columns])
-            if called == "operator"
-            else table[rows, slice(None) if columns is None else columns]
-        )
-    assert torch.equal(found, table[tuple(bounded)])
-    with GatherByIndex(), pytest.raises(IndexError):
-        table[torch.tensor(4)]
+        found = TABLE[tuple(torch.tensor(i, dtype=dtype) if isinstance(i, int) else i for i in given)]
+    assert torch.equal(found, TABLE[tuple(right)])
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_an_operator_of_a_graph_is_bounded_too(named: bool) -> None:
+    index: list[Any] = [torch.tensor(9), None, torch.tensor(-9)]
+    with AsInKernels():
+        found = torch.ops.aten.index(TABLE, indices=index) if named else torch.ops.aten.index.Tensor(TABLE, index)
+        chosen = TABLE[torch.tensor([True, False, False, True])]
+    assert torch.equal(found, TABLE[3, :, 2]) and torch.equal(chosen, TABLE[::3])
+    with OnScalars(), pytest.raises(IndexError):
+        TABLE[torch.tensor(4)]
+
+
+def test_a_tensor_without_elements_is_not_passed_to_a_kernel() -> None:
+    with pytest.raises(CannotEmitError, match=r"score_mod captures a tensor without elements, of shape \(0, 3\)"):
+        Slots(Captures(), "cpu").of(torch.zeros(0, 3), "score_mod")
 
 
 def results(attend: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
@@ -164,9 +234,11 @@ def test_an_index_beyond_a_tensor_ends_no_process_on_a_gpu(dtype: torch.dtype) -
         torch.testing.assert_close(found.double(), right, rtol=3e-2, atol=3e-2)
 
 
-def test_a_captured_tensor_that_is_the_score_gets_a_gradient() -> None:
-    q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64) for _ in range(3))
+@pytest.mark.parametrize("attend", [flashbwd.flex_attention, flashbwd.flex_decoding])
+@pytest.mark.parametrize("trains_all", [False, True])
+def test_a_captured_tensor_that_is_the_score_gets_a_gradient(attend: Callable[..., Any], trains_all: bool) -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, dtype=torch.float64, requires_grad=trains_all) for _ in range(3))
     score = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-    _, lse = flashbwd.flex_attention(q, k, v, lambda s, b, h, i, j: score, return_lse=True)  # type: ignore[misc]
+    _, lse = attend(q, k, v, lambda s, b, h, i, j: score, return_lse=True)
     (gradient,) = torch.autograd.grad(lse.sum(), [score])
     assert float(gradient) == pytest.approx(5.0)

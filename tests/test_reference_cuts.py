@@ -20,7 +20,7 @@ from flashbwd.reference import blocks as partition
 from flashbwd.reference import norms
 from flashbwd.reference.bias_gradient import BiasGradient
 from flashbwd.reference.blocks import Band, Chunk, Cut, TileSize, split_into_tasks
-from flashbwd.reference.modifications import GatherByIndex
+from flashbwd.reference.modes import GatherByIndex
 from flashbwd.reference.operands import write_scaled
 from flashbwd.reference.scores import Dropout, operand, sees_nothing
 from flashbwd.reference.spans import Span

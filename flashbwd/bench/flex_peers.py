@@ -109,9 +109,8 @@ def ours(deterministic: bool = False, reference: bool = False) -> Callable[[Flex
         with torch.no_grad(), _where_pytorch_starts():
             results: Any = flashbwd.flex_attention(q, k, v, **_options(case, x, table), return_lse=True)
         out, lse = results
-        options = _options(case, x, table) | {
-            "deterministic": deterministic
-        }  # the forward may have kept lists of its mask
+        # Another mask: the forward may have kept lists of its own.
+        options = _options(case, x, table) | {"deterministic": deterministic}
         start = _now(x)
         plan = flashbwd.plan_flex_attention_backward(dout, q, k, v, out, lse, **options)
         reasons = "; ".join(dict.fromkeys(plan.reasons.values()))

@@ -112,7 +112,8 @@ def flex_attention(
         Same dtype as query; Dv may differ from D. A batch size of 1 is broadcast over the batch of query.
     score_mod : callable, optional
         ``(score, b, h, q_idx, kv_idx) -> score`` on 0-d tensors. ``score`` is the scaled score in float32 (float64 for
-        float64 inputs). It may read captured tensors, which get gradients if they require them. It writes to nothing.
+        float64 inputs), and the indices are int32 on a GPU and int64 on a CPU. It may read captured tensors, which get
+        gradients if they require them. It writes to nothing.
     block_mask : BlockMask, optional
         Its block lists select the blocks; its ``mask_mod`` decides in partial blocks only. A query or key whose
         blocks are in neither list may hold anything, NaN too.

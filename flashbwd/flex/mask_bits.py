@@ -14,9 +14,10 @@ from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import CannotEmitError
 from flashbwd.mods.trace import trace
 from flashbwd.reference.decoding import FULL, PARTIAL
-from flashbwd.reference.modifications import AsInKernels, Mod, run_mod, unrounded
+from flashbwd.reference.modes import OnScalars
+from flashbwd.reference.modifications import Mod, run_mod, unrounded
 
-_PAIRS = 2**22  # pairs that are evaluated together
+_PAIRS = 2**21  # pairs that are evaluated together
 
 
 def tiles_at_once(tile: Tile) -> int:
@@ -67,18 +68,27 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     q = m.unsqueeze(1) * tile.queries + torch.arange(tile.queries, device=m.device, dtype=torch.int32)
     k = n.unsqueeze(1) * tile.keys + torch.arange(tile.keys, device=m.device, dtype=torch.int32)
     exists = (q < sizes[2]).unsqueeze(2) & (k < sizes[3]).unsqueeze(1)
-    q, k = q.clamp(max=sizes[2] - 1), k.clamp(max=sizes[3] - 1)  # indices of captured tensors stay in range
-    rows, columns = (index // size for index, size in zip((q, k), block_mask.BLOCK_SIZE, strict=True))
+    rows, columns = (
+        (index.clamp(max=length - 1) // size)
+        for index, length, size in zip((q, k), sizes[2:], block_mask.BLOCK_SIZE, strict=True)
+    )
     lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))
     state = states[lists_b[:, None, None], lists_h[:, None, None], rows.unsqueeze(2), columns.unsqueeze(1)]
-    mod = unrounded(block_mask.mask_mod)
-    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
-        mod = torch.vmap(mod, in_dims=dims)
-    with torch.no_grad(), AsInKernels():
-        asked = run_mod("mask_mod", mod, b, h, q, k)
+    visible = exists & (state == FULL)
+    partial = exists & (state == PARTIAL)
+    t, i, j = partial.nonzero().unbind(1)
+    if len(t):  # for other pairs, mask_mod may read beyond a tensor
+        visible[partial] = _asked(block_mask.mask_mod, b[t], h[t], q[t, i], k[t, j])
+    return visible
+
+
+def _asked(mask_mod: Mod, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Return what ``mask_mod`` says about n pairs, (n,) bool."""
+    with torch.no_grad(), OnScalars():
+        asked = run_mod("mask_mod", torch.vmap(unrounded(mask_mod)), b, h, q, k)
     if asked.dtype != torch.bool:
         raise ValueError(f"flashbwd: mask_mod returned {str(asked.dtype).removeprefix('torch.')}, expected bool")
-    return exists & ((state == FULL) | ((state == PARTIAL) & asked))
+    return asked
 
 
 def pack(visible: Tensor) -> Tensor:

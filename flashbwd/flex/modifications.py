@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from flashbwd import _arguments
 from flashbwd.mods.captures import Captures, Recent
 from flashbwd.mods.trace import READS
-from flashbwd.reference.modifications import CapturedTensors, Mod, index_dtype, result_of, without_hooks
+from flashbwd.reference.modes import index_dtype
+from flashbwd.reference.modifications import CapturedTensors, Mod, result_of, without_hooks
 
 __all__ = ["captured_of", "name_of"]
 

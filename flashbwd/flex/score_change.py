@@ -20,7 +20,8 @@ from flashbwd.mods.captures import CannotEmitError, Captures
 from flashbwd.mods.trace import trace
 from flashbwd.mods.values import Bias, OfBatchAndHead, Part, Sum
 from flashbwd.reference.decoding import Mod
-from flashbwd.reference.modifications import AsInKernels, run_mod, unrounded
+from flashbwd.reference.modes import AsInKernels
+from flashbwd.reference.modifications import run_mod, unrounded
 
 __all__ = ["Addend", "Alibi", "ScoreChange", "Slopes", "hides_above_diagonal", "score_change_of"]
 

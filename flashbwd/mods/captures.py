@@ -181,6 +181,8 @@ class Slots:
             raise CannotEmitError(f"{owner} captures a tensor on {tensor.device}")
         if tensor.dim() > MAX_DIMS:
             raise CannotEmitError(f"{owner} captures a tensor of {tensor.dim()} dimensions, more than {MAX_DIMS}")
+        if tensor.numel() == 0:  # a kernel has no element to read for an index out of range
+            raise CannotEmitError(f"{owner} captures a tensor without elements, of shape {tuple(tensor.shape)}")
         position = self.captures.position(tensor)
         source = tensor if position is None else position
         for slot, known in enumerate(self.sources):

@@ -61,7 +61,10 @@ _RULES = {
     "remainder": ("{g}",),
     "fmod": ("{g}",),
     "pow": ("({1} == 0 ? 0 : {g} * {1} * pow({0}, {1} - 1))", "({0} > 0 ? {g} * {r} * log({0}) : 0)"),
-    "atan2": ("{g} * {1} / ({0} * {0} + {1} * {1})", "-{g} * {0} / ({0} * {0} + {1} * {1})"),
+    "atan2": (
+        "({0} == 0 && {1} == 0 ? 0 : {g} * {1} / ({0} * {0} + {1} * {1}))",
+        "({0} == 0 && {1} == 0 ? 0 : -{g} * {0} / ({0} * {0} + {1} * {1}))",
+    ),
 }
 _FLAT = frozenset({"floor", "ceil", "trunc", "round", "sign", "sgn", "detach"})
 _PASSES = frozenset({"alias", "clone", "contiguous", "view", "expand", "squeeze", "reshape", "_to_copy", "lift_fresh"})

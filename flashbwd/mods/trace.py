@@ -1,8 +1,8 @@
 """Traces a modification to a graph of aten operators on scalars.
 
 The function runs once under a dispatch mode that records every operator. Its arguments are 0-d CPU tensors with the
-right dtypes (stand-ins). Indices are int32, as in PyTorch's compiled kernels, and become int64 in operators on an int64
-tensor. Tracing neither reads captured tensors nor uses the GPU. It does not import PyTorch's compiler, because the
+right dtypes (stand-ins). Indices are int32, as in PyTorch's compiled kernels, and become int64 beside an int64
+scalar. Tracing neither reads captured tensors nor uses the GPU. It does not import PyTorch's compiler, because the
 import alone takes half a second.
 """
 
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flashbwd.mods.captures import CannotEmitError
-from flashbwd.reference.modifications import GatherByIndex, Mod
+from flashbwd.reference.modes import GatherByIndex
+from flashbwd.reference.modifications import Mod
 
 aten = torch.ops.aten
 

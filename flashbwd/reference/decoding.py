@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashbwd.reference.modes import evaluating_on, index_dtype
 from flashbwd.reference.modifications import (
     LeavesFor,
     Mod,
     accumulator,
-    evaluating_on,
-    index_dtype,
     run_mod,
     sum_dtype,
     unrounded,

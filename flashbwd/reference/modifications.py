@@ -13,93 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from flashbwd.reference.modes import INDEX_OPERATORS, GatherByIndex, index_dtype
+
 Mod = Callable[..., Tensor]
-
-
-_GATHERS = (Tensor.__getitem__, torch.ops.aten.index, torch.ops.aten.index.Tensor)
-
-
-class GatherByIndex(TorchFunctionMode):
-    """Turns ``tensor[i, j]`` with 0-d index tensors into a gather. PyTorch would read the indices to make a view."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__getitem__:
-            tensor, index = args
-            entries = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(entry, Tensor) for entry in entries) and all(map(_is_gather_index, entries)):
-                return self.gather(tensor, [_as_index(entry, tensor) for entry in entries])
-        return func(*args, **(kwargs or {}))
-
-    def gather(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-        return torch.ops.aten.index(tensor, indices)
-
-
-class AsInKernels(GatherByIndex):
-    """Evaluates a vectorised function on int32 indices as a kernel does.
-
-    Scalars are promoted to a common dtype, so that an index is int64 if it is compared with an int64 tensor: the
-    comparisons and ``where`` of ``torch.vmap`` would take the dtype of the index. An index beyond a tensor becomes the
-    last one. A function is also called for hidden pairs, for which its tensors may have no element, and on a GPU
-    PyTorch would end the process.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _GATHERS[1:]:
-            return self.gather(*args)
-        if func not in _CASTS:
-            args, kwargs = _promoted((args, kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def gather(self, tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
-        return super().gather(
-            tensor, [_bounded(index, size) for index, size in zip(indices, tensor.shape, strict=False)]
-        )
-
-
-def _promoted(arguments: Any) -> Any:
-    """Cast scalars of the same category (integers, or floating-point numbers) to their common dtype."""
-    kinds: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.dtype != torch.bool:
-            kinds[leaf.is_floating_point()].add(leaf.dtype)
-    if all(len(dtypes) < 2 for dtypes in kinds.values()):
-        return arguments
-    common = {kind: functools.reduce(torch.promote_types, dtypes) for kind, dtypes in kinds.items() if dtypes}
-    return tree_map_only(
-        Tensor,
-        lambda x: x.to(common[x.is_floating_point()]) if x.dim() == 0 and x.dtype != torch.bool else x,
-        arguments,
-    )
-
-
-def _bounded(index: Tensor | None, size: int) -> Tensor | None:
-    return index if index is None or index.dtype == torch.bool else index.long().clamp(-size, size - 1)
-
-
-def evaluating_on(device: torch.device) -> GatherByIndex:
-    """Return the mode in which a vectorised function is evaluated: on a GPU as by PyTorch's compiled kernels."""
-    return AsInKernels() if device.type == "cuda" else GatherByIndex()
-
-
-def index_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of indices in PyTorch's kernels on this device, or in its eager mode where it has none."""
-    return torch.int32 if device.type == "cuda" else torch.int64
-
-
-def _is_gather_index(entry: Any) -> bool:
-    if isinstance(entry, Tensor):
-        return entry.dtype != torch.bool
-    return isinstance(entry, int) or entry == slice(None)
-
-
-def _as_index(entry: Any, like: Tensor) -> Tensor | None:
-    if isinstance(entry, int):
-        return torch.full((), entry, dtype=torch.int64, device=like.device)
-    return entry if isinstance(entry, Tensor) else None
 
 
 class CapturedTensors(GatherByIndex):
@@ -142,7 +58,7 @@ class LeavesFor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _GATHERS and id(args[0]) in self._leaves:
+        if (func is Tensor.__getitem__ or func in INDEX_OPERATORS) and id(args[0]) in self._leaves:
             return self._like(args[0], func(self._leaves[id(args[0])], *args[1:]))
         args, kwargs = tree_map_only(Tensor, self._leaf, (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -35,7 +35,7 @@ def masks(device: str) -> dict[str, Mod]:
     ends = torch.tensor([2**40, 2**32 + 5], device=device)
     return {
         "limit": lambda b, h, q, k: (k < largest) & (k <= q + 80),
-        "quotient": lambda b, h, q, k: k + (k + beyond) // 2**33 >= q + 128,
+        "floor": lambda b, h, q, k: k + (k + beyond) // 2**33 >= q + 128,
         "hash": lambda b, h, q, k: ((q * seed + k * 40503) % 7 < 3) | (q == k),
         "where": lambda b, h, q, k: torch.where(q < 9, k + 5, beyond) > 2**33 + 100 - ends[b] // 2**40,
         "clamp": lambda b, h, q, k: (q + beyond).clamp(max=largest) >= (k + beyond) - 9 * b,

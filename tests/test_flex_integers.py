@@ -178,23 +178,37 @@ def test_a_tensor_without_elements_is_not_passed_to_a_kernel() -> None:
 
 
 def results(attend: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
-    """Return out, lse and the gradients of the inputs."""
+    """Return the gradients of the inputs, out, lse and the gradients of these two."""
     out, lse = attend(*inputs)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
-    grads = torch.autograd.grad((out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0).sum(), inputs)
-    return [out.detach(), lse.detach(), *grads]
+    dout = torch.linspace(-1, 1, out.numel()).bfloat16().to(out).view(out.shape)
+    dlse = (lse != -torch.inf).to(lse)
+    grads = torch.autograd.grad((out * dout).sum() + (lse.nan_to_num(neginf=0.0) * dlse).sum(), inputs)
+    return [*grads, out.detach(), lse.detach(), dout, dlse]
 
 
-def expected(mod: Any, mask: Any) -> list[Tensor]:
+def expected(kind: str) -> list[Tensor]:
     """The oracle has int64 indices and float64 scores."""
     same = [tensor.bfloat16().double().requires_grad_() for tensor in SHAPE.tensors(torch.float64)]
+    mask = masks("cpu").get(kind)
     visible = None if mask is None else kit.dense_mask(mask, SHAPE, "cpu")
-    return results(lambda *inputs: kit.oracle(SHAPE, *inputs, mod, visible, None), same)
+    return results(lambda *inputs: kit.oracle(SHAPE, *inputs, scores("cpu").get(kind), visible, None), same)
+
+
+def call_of(kind: str, device: str, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Any]]:
+    """Return query, key and value, and the other arguments of the call."""
+    inputs = [t.bfloat16().to(device, dtype) for t in SHAPE.tensors(torch.float64)]
+    mask_mod = masks(device).get(kind)
+    mask = None if mask_mod is None else kit.block_mask(mask_mod, SHAPE, device)
+    return inputs, {"score_mod": scores(device).get(kind), "block_mask": mask, "enable_gqa": True}
 
 
 @pytest.mark.parametrize("kind", [*masks("cpu"), *scores("cpu")])
 def test_integers_of_64_bits_on_a_cpu(kind: str) -> None:
-    check(kind, "cpu", torch.float64, False, 1e-10)
+    inputs, options = call_of(kind, "cpu", torch.float64)
+    leaves = [t.requires_grad_() for t in inputs]
+    got = results(lambda *args: flashbwd.flex_attention(*args, **options, return_lse=True), leaves)
+    for found, right in zip(got, expected(kind), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.gpu
@@ -202,19 +216,13 @@ def test_integers_of_64_bits_on_a_cpu(kind: str) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float32, 2e-3)], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", [*masks("cpu"), *scores("cpu")])
 def test_integers_of_64_bits_on_a_gpu(kind: str, dtype: torch.dtype, tolerance: float, deterministic: bool) -> None:
-    check(kind, "cuda", dtype, deterministic, tolerance)
-
-
-def check(kind: str, device: str, dtype: torch.dtype, deterministic: bool, tolerance: float) -> None:
-    inputs = [t.bfloat16().to(device, dtype).requires_grad_() for t in SHAPE.tensors(torch.float64)]
-    mask_mod = masks(device).get(kind)
-    mask = None if mask_mod is None else kit.block_mask(mask_mod, SHAPE, device)
-    options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "deterministic": deterministic}
-    mod = scores(device).get(kind)
-    got = results(lambda *args: flashbwd.flex_attention(*args, mod, mask, **options), inputs)
-    want = expected(scores("cpu").get(kind), masks("cpu").get(kind))
-    for found, right in zip(got, want, strict=True):
-        torch.testing.assert_close(found.cpu().double(), right, rtol=tolerance, atol=tolerance)
+    (q, k, v), options = call_of(kind, "cuda", dtype)
+    *right, out, lse, dout, dlse = expected(kind)
+    given = {"dlse": dlse.float().cuda(), "deterministic": deterministic}
+    out, dout = (t.to("cuda", dtype) for t in (out, dout))
+    grads = flashbwd.flex_attention_backward(dout, q, k, v, out, lse.float().cuda(), **options, **given)
+    for found, gradient in zip(grads[:3], right, strict=True):
+        torch.testing.assert_close(found.cpu().double(), gradient, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu

@@ -69,7 +69,7 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     k = n.unsqueeze(1) * tile.keys + torch.arange(tile.keys, device=m.device, dtype=torch.int32)
     exists = (q < sizes[2]).unsqueeze(2) & (k < sizes[3]).unsqueeze(1)
     rows, columns = (
-        (index.clamp(max=length - 1) // size)
+        index.clamp(max=length - 1) // size
         for index, length, size in zip((q, k), sizes[2:], block_mask.BLOCK_SIZE, strict=True)
     )
     lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))

@@ -109,26 +109,18 @@ def test_mask_bits_have_the_pairs_of_a_mask_with_64_bits(name: str) -> None:
     assert torch.equal(dense(key_block_lists(mask, (2, 4, 70, 150)), (2, 4, 70, 150)), expected)
 
 
-def band(bounds: Tensor) -> tuple[BlockMask, Tensor]:
+def band(device: str, form: str = "bounds[(q - k).abs()]") -> tuple[BlockMask, Tensor]:
     """A mask whose table has no element for pairs outside of the listed blocks, and its dense form."""
-    device = bounds.device.type
+    bounds = torch.arange(70, device=device) < 30
     seen = (torch.arange(128, device=device).view(-1, 1) - torch.arange(128, device=device)).abs() < 30
     mask = create_block_mask(lambda b, h, q, k: (q - k).abs() < 30, None, None, 128, 128, device=device, BLOCK_SIZE=32)
-    mask.mask_mod = lambda b, h, q, k: bounds[(q - k).abs()]
+    mask.mask_mod = eval(f"lambda b, h, q, k: {form}", {"torch": torch, "bounds": bounds})
     return mask, seen
-
-
-def test_an_index_beyond_a_tensor_is_the_last_one_in_mask_bits() -> None:
-    mask, seen = band(torch.arange(70) < 30)
-    lists = key_block_lists(mask, (1, 1, 128, 128), Tile(128, 128))
-    assert torch.equal(dense(lists, (1, 1, 128, 128))[0, 0], seen)
 
 
 @pytest.mark.parametrize("form", ["bounds[(q - k).abs()]", "torch.take(bounds, (q - k).abs().long())"])
 def test_a_mask_mod_is_evaluated_for_pairs_of_partial_blocks_only(form: str) -> None:
-    bounds = torch.arange(70) < 30
-    mask, seen = band(bounds)
-    mask.mask_mod = eval(f"lambda b, h, q, k: {form}", {"torch": torch, "bounds": bounds})
+    mask, seen = band("cpu", form)
     lists = key_block_lists(mask, (1, 1, 128, 128), Tile(128, 128))
     assert torch.equal(dense(lists, (1, 1, 128, 128))[0, 0], seen)
 
@@ -229,7 +221,7 @@ def test_integers_of_64_bits_on_a_gpu(kind: str, dtype: torch.dtype, tolerance: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=["bf16", "fp32", "fp64"])
 def test_an_index_beyond_a_tensor_ends_no_process_on_a_gpu(dtype: torch.dtype) -> None:
     """In float64 the reference computes the call. PyTorch's forward takes no blocks of 32, so none runs here."""
-    mask, seen = band(torch.arange(70, device="cuda") < 30)
+    mask, seen = band("cuda")
     q, k, v, dout = (torch.randn(1, 2, 128, 64, device="cuda").to(dtype) for _ in range(4))
     inputs = [t.double().requires_grad_() for t in (q, k, v)]
     scores = (inputs[0] @ inputs[1].mT / 8).masked_fill(~seen, -torch.inf)

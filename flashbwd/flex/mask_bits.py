@@ -75,9 +75,9 @@ def _visible(block_mask: Any, states: Tensor, tiles: Tensor, sizes: tuple[int, i
     lists_b, lists_h = (i * (size > 1) for i, size in zip((b, h), states.shape, strict=False))
     state = states[lists_b[:, None, None], lists_h[:, None, None], rows.unsqueeze(2), columns.unsqueeze(1)]
     visible = exists & (state == FULL)
-    partial = exists & (state == PARTIAL)
+    partial = exists & (state == PARTIAL)  # for other pairs, mask_mod may read beyond a tensor
     t, i, j = partial.nonzero().unbind(1)
-    if len(t):  # for other pairs, mask_mod may read beyond a tensor
+    if len(t):
         visible[partial] = _asked(block_mask.mask_mod, b[t], h[t], q[t, i], k[t, j])
     return visible
 

@@ -44,7 +44,7 @@ FILES = {
     "layer_norm": f"{H100}-layer_norm-20261128-205437",
     "block": f"{H100}-block-20261121-205230",
     "decoding": f"{H100}-decoding-20261121-210638",
-    "flex": f"{H200}-flex-20261130-145918",
+    "flex": f"{H200}-flex-20261130-172536",
     "short": f"{H200}-short-20261129-135203",
     "triangle": f"{H200}-triangle-20261129-135431",
     "cpu": "amd-epyc-all-20261129-195421",

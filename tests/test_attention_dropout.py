@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import cases, dropout, inputs, oracle
+from kit.summary import DECLARED
 from support import TARGETS, Target, backward, run, skip_where_refused
 from torch import Tensor
 
@@ -81,7 +82,7 @@ def test_the_backward_draws_the_mask_of_the_forward_bit_for_bit(
 def test_every_tile_draws_the_mask_of_the_forward(columns: int, layout: str, target: Target) -> None:
     skip_without_dropout(target, layout)
     if target[1] == "sm90" and columns > 256:
-        pytest.skip("sm90 takes no dropout at head dimensions above 256")
+        pytest.skip(DECLARED + "sm90 takes no dropout at head dimensions above 256")
     drawn = mask_drawn(flashbwd.RngState(5, 6, layout), 0.5, (1, 2, 150, 203), target, columns=columns)
     expected = dropout.keep_masks(
         layout, 5, 6, 0.5, heads=2, seqlens_q=[150], seqlens_k=[203], max_seqlen_q=150, max_seqlen_k=203

@@ -15,14 +15,14 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from flashbwd._autograd import transforms_are_active
 from flashbwd.flex import arguments
-from flashbwd.flex.cache import tensors_of
+from flashbwd.flex.reads import Reads
 from flashbwd.integrations.distributed import decode_shards
 from flashbwd.mods.backward import run_backward
 from flashbwd.mods.in_graph import attend_in_graph, compiler_traces_functions, implement, shaped_like_query
 from flashbwd.mods.kernels import NoKernelError
-from flashbwd.mods.reads import Reads
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
-from flashbwd.reference.decoding import DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.decoding import DecodingCall, decoding_forward
+from flashbwd.reference.decoding_backward import decoding_backward
 from flashbwd.reference.modifications import Mod, accumulator, captured_tensors
 
 __all__ = ["flex_decoding"]
@@ -204,12 +204,11 @@ class _FlexDecoding(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         out, lse, largest, exact = _forward(call, query, key, value, exact=True)
         ctx.call = call
-        ctx.reads = Reads(call.score_mod, call.block_mask, captured)
+        ctx.reads = Reads(call.score_mod, call.block_mask, query)
         # The functions read these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
-        lists = [] if call.block_mask is None else tensors_of(call.block_mask)
         # The backward reads these again. Autograd raises an error if they were written to in between.
-        checked = [t.detach() for t in (*ctx.reads.tensors(), *lists) if not (t.requires_grad or t.is_inference())]
+        checked = [t.detach() for t in ctx.reads.tensors() if not (t.requires_grad or t.is_inference())]
         ctx.save_for_backward(query, key, value, exact, lse, *captured, *checked)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)

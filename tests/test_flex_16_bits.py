@@ -20,7 +20,8 @@ from flashbwd.flex.mask_bits import evaluate, unpack
 from flashbwd.flex.score_change import Slopes, score_change_of
 from flashbwd.flex.tile import Tile
 from flashbwd.mods.in_graph import bound
-from flashbwd.reference.decoding import PARTIAL, DecodingCall, decoding_backward, decoding_forward
+from flashbwd.reference.decoding import PARTIAL, DecodingCall, decoding_forward
+from flashbwd.reference.decoding_backward import decoding_backward
 from flashbwd.reference.modifications import unrounded
 
 Mod = Callable[..., Tensor]

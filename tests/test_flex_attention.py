@@ -300,6 +300,73 @@ def test_a_compiled_model_gets_the_same_gradients() -> None:
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model_trains_captured_tensors(backend: str) -> None:
+    documents, mask_shape = torch.arange(40) // 7, Shape(seqlen_q=40, seqlen_k=40)
+    mask = kit.block_mask(lambda b, h, q, k: documents[q] == documents[k], mask_shape, block=16)
+    layer = torch.nn.Linear(4, 9)
+    inputs = leaves(*mask_shape.tensors(torch.float32))
+
+    def run(*x: Tensor) -> Any:
+        return attend(list(x), lambda s, b, h, q, k: s + layer.weight[(q - k) % 9, h], mask)
+
+    wanted = [*inputs, layer.weight]
+    grads = torch.autograd.grad(loss(*torch.compile(run, backend=backend)(*inputs)), wanted)
+    torch.testing.assert_close(grads, torch.autograd.grad(loss(*run(*inputs)), wanted))
+
+
+def test_a_compiled_function_may_call_the_backward() -> None:
+    q, k, v = SHAPE.tensors(torch.float32)
+    bias = torch.randn(4)
+    options: Any = {"score_mod": lambda s, b, h, i, j: s + bias[h], "enable_gqa": True}
+    out, lse = flashbwd.flex_attention(q, k, v, return_lse=True, **options)
+    backward = lambda *x: flashbwd.flex_attention_backward(x[0] + 1, *x[1:], **options)  # noqa: E731
+    given = (torch.randn_like(out), q, k, v, out, lse)
+    torch.testing.assert_close(torch.compile(backward, backend="eager")(*given), backward(*given))
+
+
+def test_a_hidden_pair_adds_nothing_to_a_captured_gradient() -> None:
+    """The derivative at hidden pairs is infinite."""
+    weights = torch.tensor([0.5] * 70 + [0.0] * 31, dtype=torch.float64, requires_grad=True)
+    rate = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    mod = lambda s, b, h, q, k: s + torch.log(weights[k]) - torch.sqrt(rate * (q - k))  # noqa: E731
+    mask_mod = lambda b, h, q, k: (k < 70) & (k < q)  # noqa: E731
+    inputs, dense = leaves(*SHAPE.tensors(torch.float64)), kit.dense_mask(mask_mod, SHAPE, "cpu")
+    got = attend(inputs, mod, kit.block_mask(mask_mod, SHAPE, block=64))
+    grads = torch.autograd.grad(loss(*got), [*inputs, weights, rate])
+    visible = lambda s, b, h, q, k: mod(s, b, h, torch.where(k < q, q, k + 1), k.clamp(max=69))  # noqa: E731
+    want = kit.oracle(SHAPE, *inputs, visible, dense)
+    expected = torch.autograd.grad(loss(*want), [*inputs, weights, rate])
+    torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_gradients_in_inference_mode_are_those_outside(captured: bool) -> None:
+    q, k, v = SHAPE.tensors(torch.float32)
+    with torch.inference_mode():
+        scales = torch.tensor([0.5, 1.0, 2.0, 4.0])
+    mod = lambda s, b, h, i, j: torch.tanh(s * scales[h] if captured else s)  # noqa: E731
+    out, lse = flashbwd.flex_attention(q, k, v, mod, enable_gqa=True, return_lse=True)
+    given: Any = (torch.ones_like(out), q, k, v, out, lse)
+    with torch.inference_mode():
+        found = flashbwd.flex_attention_backward(*given, score_mod=mod, enable_gqa=True)
+    scales = scales.clone()
+    torch.testing.assert_close(found, flashbwd.flex_attention_backward(*given, score_mod=mod, enable_gqa=True))
+
+
+def test_a_captured_tensor_may_be_other_columns_of_the_same_projection() -> None:
+    projected = torch.randn(2, 8, 26, requires_grad=True)
+
+    def run(part: Any) -> Tensor:
+        *qkv, gate = projected.split([8, 8, 8, 2], -1)
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in qkv)
+        gate = part(gate)
+        return flashbwd.flex_attention(q, k, v, lambda s, b, h, i, j: s + gate[b, j, h]).sin().sum()  # type: ignore[union-attr]
+
+    together, apart = (torch.autograd.grad(run(part), projected) for part in (lambda x: x, Tensor.clone))
+    torch.testing.assert_close(together, apart)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_holds_pytorchs_operator(strict: bool) -> None:
     """PyTorch exports a call without gradients. On a CPU it refuses others."""

@@ -18,8 +18,10 @@ from torch.nn.attention.flex_attention import BlockMask
 import flashbwd
 from flashbwd.flex import cache, forward
 from flashbwd.flex.backends import KernelCall
+from flashbwd.flex.check import check_call
 from flashbwd.flex.kernel_lists import UnsupportedError
 from flashbwd.flex.tile import Tile
+from flashbwd.reference.decoding import DecodingCall
 
 SHAPE = Shape(seqlen_q=40, seqlen_k=40)
 
@@ -58,9 +60,9 @@ def test_cached_kernel_lists_need_no_call_of_mask_mod(capturing: Any) -> None:
 
     mask = kit.block_mask(mask_mod, SHAPE, block=16)
     q, k, _ = SHAPE.tensors(torch.float32)
-    cache.kernel_lists_of(mask, [], q, k, Tile())
+    cache.kernel_lists_of(DecodingCall(None, mask, 1.0), q, k, Tile())
     calls.clear()
-    cache.kernel_lists_of(mask, [], q, k, Tile())
+    cache.kernel_lists_of(DecodingCall(None, mask, 1.0), q, k, Tile())
     assert not calls
 
 
@@ -76,7 +78,25 @@ def test_cached_values_are_not_used_for_a_new_tensor_with_the_id_of_a_freed_one(
 
 def kernel_lists(mask: BlockMask) -> Any:
     q, k, _ = SHAPE.tensors(torch.float32)
-    return cache.kernel_lists_of(mask, [], q, k, Tile())
+    return cache.kernel_lists_of(DecodingCall(None, mask, 1.0), q, k, Tile())
+
+
+@pytest.mark.parametrize("form", [lambda mod: mod, functools.partial], ids=["closure", "partial"])
+def test_a_number_that_mask_mod_reads_is_part_of_its_lists(capturing: Any, form: Any) -> None:
+    size = 4
+    mask = kit.block_mask(form(lambda b, h, q, k: q - k < size), SHAPE, block=16)
+    q, k, v = SHAPE.tensors(torch.float32)
+
+    def bits() -> Any:
+        call, _ = check_call(q, k, v, None, mask, None, True, None)
+        return cache.kernel_lists_of(call, q, k, Tile()).bits
+
+    first = bits()
+    assert bits() is first
+    size = 3
+    assert not torch.equal(bits(), first)
+    size = 4
+    assert torch.equal(bits(), first)
 
 
 def test_lists_of_a_captured_graph_outlive_the_block_mask(capturing: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit import decoding as kit
@@ -77,6 +78,98 @@ def test_a_value_of_a_dict_may_not_change_before_the_backward(attention: Attenti
     out = attention(*inputs(), block_mask=causal(lambda: window["n"]), enable_gqa=True)
     window["n"] = 3
     with pytest.raises(RuntimeError, match=f"mask_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+class Scale:
+    """A modification whose code reads attributes, in the forms that have no key."""
+
+    def __init__(self) -> None:
+        self.number: Any = 1.0
+        self.tensor = torch.ones(())
+
+    def __call__(self, score: Tensor, *_: Tensor) -> Tensor:
+        return score * self.number * self.tensor
+
+    def method(self, score: Tensor, *_: Tensor) -> Tensor:
+        return self(score)
+
+
+def change_number(scale: Scale) -> None:
+    scale.number = 2.0
+
+
+def change_to_numpy(scale: Scale) -> None:
+    scale.number = np.float32(2.0)
+
+
+def change_tensor(scale: Scale) -> None:
+    scale.tensor = scale.tensor * 2
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("change", [change_number, change_to_numpy, change_tensor])
+@pytest.mark.parametrize(
+    "form",
+    [lambda x: x, lambda x: x.method, lambda x: functools.partial(x), lambda x: lambda s, b, h, q, k: x.method(s)],
+    ids=["object", "method", "partial", "closure"],
+)
+def test_an_object_may_not_change_before_the_backward(
+    attention: Attention, form: Callable[[Scale], Any], change: Callable[[Scale], None]
+) -> None:
+    scale, given = Scale(), inputs()
+    torch.autograd.grad(attention(*given, form(scale), enable_gqa=True).sum(), given)
+    out = attention(*given, form(scale), enable_gqa=True)
+    change(scale)
+    with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_a_mask_that_is_an_object_may_not_change_before_the_backward(attention: Attention) -> None:
+    class Window:
+        size = 3
+
+        def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return q - k < self.size
+
+    window = Window()
+    out = attention(*inputs(), block_mask=kit.block_mask(window, SHAPE, block=8), enable_gqa=True)
+    window.size = 5
+    with pytest.raises(RuntimeError, match=f"mask_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_an_object_may_make_its_tensors_in_each_call(attention: Attention) -> None:
+    class Table:
+        def __init__(self) -> None:
+            self.values = np.linspace(0.0, 1.0, 24)
+
+        def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + torch.from_numpy(self.values)[k] + torch.tensor(self.values[3])
+
+    given = inputs()
+    grads = torch.autograd.grad(attention(*given, Table(), enable_gqa=True).sin().sum(), given)
+    values = torch.linspace(0.0, 1.0, 24, dtype=torch.float64)
+    plain = attention(*given, lambda s, b, h, q, k: s + values[k] + values[3], enable_gqa=True)
+    torch.testing.assert_close(grads, torch.autograd.grad(plain.sin().sum(), given))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("name", ["mask_mod", "kv_num_blocks"])
+def test_the_parts_of_a_block_mask_may_not_be_replaced_before_the_backward(attention: Attention, name: str) -> None:
+    mask, other = causal(lambda: 0), causal(lambda: 3)
+    out = attention(*inputs(), block_mask=mask, enable_gqa=True)
+    setattr(mask, name, getattr(other, name))
+    with pytest.raises(RuntimeError, match="an attribute of block_mask was assigned between"):
+        out.sum().backward()
+
+
+def test_a_write_to_the_result_is_an_error_in_the_backward() -> None:
+    out: Any = flashbwd.flex_attention(*inputs(), enable_gqa=True)
+    out *= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 

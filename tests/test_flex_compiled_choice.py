@@ -327,7 +327,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[KernelLists | None]:
     def gradients(call: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
         lists_of = rest[6]
         if call.block_mask is not None:
-            found.append(lists_of(call.block_mask, call.mask_captured, query, key, Tile()))
+            found.append(lists_of(call, query, key, Tile()))
         return real(call, query, key, value, *rest)
 
     monkeypatch.setattr(graph_operator, "gradients", gradients)

@@ -346,10 +346,10 @@ def test_without_a_block_mask_every_pair_is_visible(lengths: tuple[int, int], qu
 def test_lists_without_a_block_mask_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     q, k = (torch.zeros(1, 2, 100, 64) for _ in range(2))
-    lists = kernel_lists_of(None, (), q, k, Tile())
+    lists = kernel_lists_of(DecodingCall(None, None, 1.0), q, k, Tile())
     assert lists is not None
     assert lists.covers
-    assert kernel_lists_of(None, (), q, k, Tile()) is lists
+    assert kernel_lists_of(DecodingCall(None, None, 1.0), q, k, Tile()) is lists
 
 
 # ---- the operator ----

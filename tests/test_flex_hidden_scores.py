@@ -29,6 +29,7 @@ from flashbwd.flex.tile import Tile
 from flashbwd.mods import nvrtc
 from flashbwd.mods.captures import Captures
 from flashbwd.mods.in_graph import text_of
+from flashbwd.reference.decoding import DecodingCall
 
 BLOCKS = [(64, 64), (128, 128), (192, 256), (16, 32), (20, 48), (1 << 30, 1 << 30)]
 SMALL: Sizes = (2, 2, 40, 50)
@@ -167,8 +168,9 @@ def test_a_call_beyond_the_limit_gets_a_compiled_kernel(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(lists, "LIMIT", -1)
     rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)
-    found = kernel_lists_of(mask, [], rows, keys, Tile())
-    assert found.block_states is not None and kernel_lists_of(mask, [], rows, keys, Tile()) is found
+    call = DecodingCall(None, mask, 1.0)
+    found = kernel_lists_of(call, rows, keys, Tile())
+    assert found.block_states is not None and kernel_lists_of(call, rows, keys, Tile()) is found
     mods: list[Any] = []
     monkeypatch.setattr(backends, "_tile", lambda *_: Tile())
     monkeypatch.setattr(backends, "generated", lambda mod, *_: mods.append(mod))
@@ -202,7 +204,7 @@ def test_a_compiled_graph_gets_the_same_function(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lists, "LIMIT", -1)
     rows, keys = torch.zeros(2, 2, 40, 64), torch.zeros(2, 2, 50, 64)
     for lists_of in (graph_operator._lists_of, graph_operator._made_lists_of):
-        found = lists_of(call.block_mask, call.mask_captured, rows, keys, Tile())
+        found = lists_of(call, rows, keys, Tile())
         assert found.block_states is not None
         mod = hidden_scores(None, call.block_mask, found.block_states)
         scores = torch.stack([mod(torch.zeros(()), *pair) for pair in pairs_of(SMALL)]).view(SMALL)

@@ -76,6 +76,8 @@ ON_SCALARS = [
     "SMALL[b % 2] / 1000",
     "(((q * 1103515245 + k * 12345) & 0x7FFFFFFF) / 2**31 < 0.9)",
     "torch.div(q, 2**33)",
+    "torch.div(2**33, q + 1)",
+    "torch.true_divide(2**31, q + 1)",
     "WIDE.to(q) + k",
     "WIDE.type_as(q) + k",
     "(q - k).add_(WIDE)",

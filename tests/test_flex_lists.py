@@ -17,6 +17,7 @@ from flashbwd.flex import mask_bits
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.lists import KeyBlockLists, key_block_lists, longest_first
 from flashbwd.flex.tile import Tile
+from flashbwd.reference.decoding import DecodingCall
 
 Sizes = tuple[int, int, int, int]  # batch, query heads, queries, keys
 
@@ -185,11 +186,12 @@ def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes(no
     mask = create_block_mask(lambda b, h, q, k: documents[q] == documents[k], None, None, 300, 300, device="cpu")
     sizes = (1, 1, 300, 300)
     rows = torch.zeros(1, 1, 300, 64)
-    first = kernel_lists_of(mask, [documents], rows, rows, Tile())
-    assert kernel_lists_of(mask, [documents], rows, rows, Tile()) is first
-    assert kernel_lists_of(mask, [documents], rows, rows, Tile(128, 128)) is not first
+    call = DecodingCall(None, mask, 1.0, mask_captured=(documents,))
+    first = kernel_lists_of(call, rows, rows, Tile())
+    assert kernel_lists_of(call, rows, rows, Tile()) is first
+    assert kernel_lists_of(call, rows, rows, Tile(128, 128)) is not first
     documents[50:] = 7
-    again = kernel_lists_of(mask, [documents], rows, rows, Tile())
+    again = kernel_lists_of(call, rows, rows, Tile())
     assert again is not first and not torch.equal(again.bits, first.bits)
     second = key_block_lists(mask, sizes)
     index = torch.arange(300)
@@ -211,7 +213,7 @@ def test_lists_are_computed_once_and_again_after_a_tensor_of_the_mask_changes(no
 def test_the_lists_of_a_mask_are_freed_with_it(not_capturing: None) -> None:
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 300, 300, device="cpu")
     rows = torch.zeros(1, 1, 300, 64)
-    entries = weakref.ref(kernel_lists_of(mask, [], rows, rows, Tile()).entries)
+    entries = weakref.ref(kernel_lists_of(DecodingCall(None, mask, 1.0), rows, rows, Tile()).entries)
     del mask
     gc.collect()
     assert entries() is None

@@ -14,7 +14,8 @@ from torch import Tensor
 from flashbwd.flex import backends
 from flashbwd.flex.kernel_lists import KernelLists
 from flashbwd.flex.tile import Tile
-from flashbwd.reference.decoding import DecodingCall, decoding_backward
+from flashbwd.reference.decoding import DecodingCall
+from flashbwd.reference.decoding_backward import decoding_backward
 
 SCALE = 0.3
 

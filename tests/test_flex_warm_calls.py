@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
-from flashbwd.flex import attention, backends, modifications
+from flashbwd.flex import arguments, backends, check, modifications
 from flashbwd.flex.kernel_lists import KernelLists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import Recent
@@ -34,7 +34,7 @@ def captured(mod: Any, values: dict[str, Tensor] | None = None, with_score: bool
     """The ids of the tensors that a call finds."""
     name = "score_mod" if with_score else "mask_mod"
     found = modifications.captured_of(name, mod, with_score, values or operands(), torch.float32)
-    return [id(tensor) for tensor in found]
+    return [id(tensor) for tensor in found.tensors]
 
 
 def causal() -> BlockMask:
@@ -171,8 +171,8 @@ def test_gradients_follow_a_tensor_that_begins_to_require_one() -> None:
 def test_a_known_block_mask_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = causal()
     attend(mask)
-    monkeypatch.setattr(attention.arguments, "check_block_mask", lambda *_: pytest.fail("checked again"))
-    monkeypatch.setattr(attention.arguments, "check_lists", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(arguments, "check_block_mask", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(arguments, "check_lists", lambda *_: pytest.fail("read again"))
     attend(mask)
 
 
@@ -222,13 +222,12 @@ def test_a_known_block_mask_is_checked_against_each_shape() -> None:
 def test_lists_that_a_capture_could_not_read_are_checked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = causal()
     mask.kv_indices.fill_(9)
-    lists, device = attention.tensors_of(mask), torch.device("cpu")
-    query: Any = SimpleNamespace(shape=(2, 4, 40, 16), device=device, is_cuda=True)
+    query: Any = SimpleNamespace(shape=(2, 4, 40, 16), device=torch.device("cpu"), is_cuda=True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    attention._check_block_mask(mask, lists, query, query)
+    check._check_block_mask(mask, query, query)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(ValueError, match=r"block_mask\.kv_indices names block 9"):
-        attention._check_block_mask(mask, lists, query, query)
+        check._check_block_mask(mask, query, query)
 
 
 # ---- plans of score modifications that are compiled at run time ----

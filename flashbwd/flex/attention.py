@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,16 +14,17 @@ from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_at
 
 from flashbwd import _arguments
 from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
+from flashbwd._eager import untraced
 from flashbwd.flex import arguments, backends
-from flashbwd.flex.cache import kept, tensors_of
+from flashbwd.flex.check import check_call
 from flashbwd.flex.forward import forward
 from flashbwd.flex.gradients import gradients
 from flashbwd.flex.graph_operator import DETERMINISTIC
 from flashbwd.flex.kernel_lists import UnsupportedError
-from flashbwd.flex.modifications import captured_of, name_of
-from flashbwd.mods.reads import Reads
+from flashbwd.flex.modifications import name_of
+from flashbwd.flex.reads import Reads
 from flashbwd.reference.decoding import DecodingCall
-from flashbwd.reference.modifications import Mod, accumulator
+from flashbwd.reference.modifications import Mod
 
 # PyTorch annotates kernel_options and the results more narrowly than it accepts and returns them.
 pytorch_flex_attention: Any = _pytorch_flex_attention
@@ -127,7 +127,7 @@ def flex_attention(
         Options of PyTorch's forward kernel.
     return_aux : AuxRequest, optional
         Return ``(out, AuxOutput(lse, max_scores))``, with ``None`` for a field that was not requested. Not together
-        with ``return_lse``. ``max_scores`` has no gradient. In a model that is compiled for a CPU, PyTorch refuses it.
+        with ``return_lse``. ``max_scores`` has no gradient. Inductor refuses both if it compiles for a CPU.
     deterministic : bool
         Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it. In a
         compiled model it applies to backwards that this library computes (:func:`flashbwd.enable`).
@@ -158,24 +158,16 @@ def flex_attention(
     arguments.check_types(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
-    query, key, value = arguments.autocast(query, key, value)
-    call, captured, read = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
-    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
-    if wants_gradients and block_mask is not None:
-        arguments.check_query_lists(block_mask)
     need_max_scores = return_aux is not None and return_aux.max_scores
-    if not wants_gradients or transforms_are_active():
-        out, lse, max_scores = forward(call, kernel_options, need_max_scores, query, key, value)
-    else:
-        order = _requires_order(deterministic)
-        out, lse, max_scores = _FlexAttention.apply(
-            call, kernel_options, need_max_scores, order, read, query, key, value, *captured
-        )
+    out, lse, max_scores = _attend(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, need_max_scores, deterministic
+    )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return (out, lse) if return_lse else out
 
 
+@untraced
 def flex_attention_backward(
     dout: Tensor | None,
     query: Tensor,
@@ -226,7 +218,7 @@ def flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
         arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
@@ -236,6 +228,7 @@ def flex_attention_backward(
     return FlexAttentionGrads(dq, dk, dv, dict(zip(names, found, strict=True)))
 
 
+@untraced
 def plan_flex_attention_backward(
     dout: Tensor | None,
     query: Tensor,
@@ -260,7 +253,7 @@ def plan_flex_attention_backward(
     """
     arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
-    call, captured, _ = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
+    call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
         arguments.check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
@@ -284,7 +277,8 @@ def plan_flex_attention_backward(
 # ---- the computation ----
 
 
-def check_call(
+@untraced
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -293,49 +287,20 @@ def check_call(
     scale: float | None,
     enable_gqa: bool,
     kernel_options: Mapping[str, Any] | None,
-) -> tuple[DecodingCall, list[Tensor], list[Tensor]]:
-    """Check everything but types.
-
-    Return the call, the captured tensors that require a gradient, and the other tensors that the backward reads.
-    """
-    arguments.check_tensors(query, key, value, enable_gqa)
-    options = arguments.acting_options(kernel_options) if kernel_options else {}
-    operands = {"query": query, "key": key, "value": value}
-    captured: list[Tensor] = []
-    mask_captured: list[Tensor] = []
-    lists: list[Tensor] = []
-    if score_mod is not None:
-        captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype))
-    if block_mask is not None:
-        lists = tensors_of(block_mask)
-        _check_block_mask(block_mask, lists, query, key)
-        mask_captured = captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
-    call = DecodingCall(
-        score_mod=score_mod,
-        block_mask=block_mask,
-        scale=1 / math.sqrt(query.shape[-1]) if scale is None else scale,
-        prescale=options.get("PRESCALE_QK", False),
-        rows_safe=options.get("ROWS_GUARANTEED_SAFE", False),
-        mask_captured=tuple(mask_captured),
-        unrounded=query.is_cuda,  # there, PyTorch compiles the forward
-    )
-    read = [*(tensor for tensor in captured if not tensor.requires_grad), *mask_captured, *lists]
-    return call, [tensor for tensor in captured if tensor.requires_grad], read
-
-
-def _check_block_mask(block_mask: BlockMask, lists: list[Tensor], query: Tensor, key: Tensor) -> None:
-    """Check a block mask and its lists, once for each shape of the call."""
-    batch, heads, seqlen_q, _ = query.shape
-    lengths = (seqlen_q, key.shape[2])
-    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-
-    def check() -> None:
-        arguments.check_block_mask(block_mask, query, key)
-        if not capturing:  # a capture can't read the lists
-            arguments.check_lists(block_mask, lengths)
-
-    of_mask = (tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
-    kept(block_mask, ("checked", capturing, batch, heads, *lengths, query.device, *of_mask), lists, check)
+    need_max_scores: bool,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return out, lse and, if needed, max_scores. The types of the arguments have been checked."""
+    query, key, value = arguments.autocast(query, key, value)
+    call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
+    wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
+    if wants_gradients and block_mask is not None:
+        arguments.check_query_lists(block_mask)
+    if not wants_gradients or transforms_are_active():
+        return forward(call, kernel_options, need_max_scores, query, key, value)
+    options = (kernel_options, need_max_scores, _requires_order(deterministic))
+    results: tuple[Tensor, Tensor, Tensor | None] = _FlexAttention.apply(call, *options, query, key, value, *captured)
+    return results
 
 
 def _requires_order(deterministic: bool) -> bool:
@@ -352,7 +317,6 @@ class _FlexAttention(torch.autograd.Function):
         kernel_options: Mapping[str, Any] | None,
         need_max_scores: bool,
         deterministic: bool,
-        read: list[Tensor],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -362,11 +326,11 @@ class _FlexAttention(torch.autograd.Function):
         if max_scores is not None:
             ctx.mark_non_differentiable(max_scores)
         ctx.call, ctx.deterministic = call, deterministic
-        ctx.reads = Reads(call.score_mod, call.block_mask, captured)
+        ctx.reads = Reads(call.score_mod, call.block_mask, query)
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
         # The backward reads these again. Autograd raises an error if they were written to in between.
-        checked = [tensor.detach() for tensor in read if not tensor.is_inference()]
+        checked = [t.detach() for t in ctx.reads.tensors() if not (t.requires_grad or t.is_inference())]
         ctx.save_for_backward(query, key, value, out, lse, *captured, *checked)
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
@@ -382,4 +346,4 @@ class _FlexAttention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
             grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
-        return None, None, None, None, None, *grads
+        return None, None, None, None, *grads

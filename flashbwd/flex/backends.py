@@ -25,8 +25,8 @@ from flashbwd.reference.modifications import accumulator
 
 __all__ = ["KernelCall", "ListsOf", "choose"]
 
-# (block_mask, tensors that mask_mod captures, query, key, tile) -> lists. Without a block_mask, they show every pair.
-ListsOf = Callable[[Any, Sequence[Tensor], Tensor, Tensor, Tile], KernelLists]
+# (call, query, key, tile) -> lists of its block mask. Without a block mask, they show every pair.
+ListsOf = Callable[[DecodingCall, Tensor, Tensor, Tile], KernelLists]
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _compiled_kernel(
 ) -> KernelCall:
     """Return a call of a kernel that is compiled at run time. Raises :class:`UnsupportedError` if there is none."""
     name, deterministic = "score_mod_attention_backward", options.get("deterministic", False)
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, _tile(name, query, value))
+    lists = lists_of(call, query, key, _tile(name, query, value))
     if lists.block_states is None:
         score_mod = generated(call.score_mod or _unchanged, captured, deterministic)
     else:
@@ -299,7 +299,7 @@ def _kernel_of_build(
         return None if signed else KernelCall(*_operators("attention_backward"), options, None, slopes, bias=bias)
     name = "block_mask_attention_backward"
     tile = _tile(name, query, value, change.softcap > 0, slopes is not None)
-    lists = lists_of(call.block_mask, call.mask_captured, query, key, tile)
+    lists = lists_of(call, query, key, tile)
     if lists.block_states is not None or (signed and not lists.hides_above_diagonal):
         return None
     return KernelCall(*_operators(name), options, lists, slopes)

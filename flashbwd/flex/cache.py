@@ -6,7 +6,7 @@ import functools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,31 +18,36 @@ from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError, kernel_lis
 from flashbwd.flex.listed_rows import listed_rows
 from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
+from flashbwd.reference.decoding import DecodingCall
 
 __all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "version_of"]
 
 _Value = TypeVar("_Value")
 _State = tuple["weakref.ref[Tensor]", int, torch.Size]  # a tensor, its version and its shape
 
-_known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[list[_State], Any]]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[list[_State], Any, Any]]] = weakref.WeakKeyDictionary()
 # A replayed graph reads its lists by address, and nothing says when a graph is destroyed: they are never freed.
 _of_graphs: dict[int, KernelLists] = {}
 
 
-def kept(block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callable[[], _Value]) -> _Value:
-    """Return the value of ``make()`` for this BlockMask and key. It is made again after a tensor was written to.
+def kept(
+    block_mask: Any, key: Hashable, tensors: Iterable[Tensor], make: Callable[[], _Value], others: Any = None
+) -> _Value:
+    """Return the value of ``make()`` for this BlockMask and key.
 
-    Writes by a replayed CUDA graph are not seen, nor are writes to inference tensors, which do not count them.
+    It is made again if a tensor was written to, or if ``others`` differs: what it also depends on, if only the last
+    value is worth keeping. Writes by a replayed CUDA graph are not seen, nor are writes to inference tensors, which do
+    not count them.
     """
     read = list(tensors)
     entries = _known.setdefault(block_mask, {})
     found = entries.get(key)
-    if found is not None and _is_state_of(found[0], read):
-        return cast(_Value, found[1])
+    if found is not None and found[1] == others and _is_state_of(found[0], read):
+        return cast(_Value, found[2])
     # Not id(tensor): another tensor may get the id of one that was freed.
     state = [(weakref.ref(tensor), version_of(tensor), tensor.shape) for tensor in read]
     value = make()
-    entries[key] = (state, value)
+    entries[key] = (state, others, value)
     return value
 
 
@@ -85,24 +90,19 @@ def visible_everywhere(seqlen_q: int, seqlen_k: int, device: torch.device) -> Bl
     )
 
 
-def kernel_lists_of(
-    block_mask: BlockMask | None,
-    mask_captured: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    tile: Tile,
-) -> KernelLists:
+def kernel_lists_of(call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
     """As :func:`~flashbwd.flex.kernel_lists.kernel_lists`, but computed once per BlockMask.
 
     Raises UnsupportedError during a graph capture, which cannot compute them. Without a BlockMask, every pair is
-    visible. ``mask_captured`` are the tensors that ``mask_mod`` captures. Python objects that it reads are assumed to
-    stay as they were when the BlockMask was made.
+    visible. Lists are computed again if ``mask_mod`` reads something else.
     """
+    block_mask = call.block_mask
     if block_mask is None:
         block_mask = visible_everywhere(query.shape[2], key.shape[2], query.device)
     key_of_call, make = kernel_lists_maker(block_mask, query, key, tile)
-    name = ("kernel lists", *key_of_call, block_mask.mask_mod)
-    return keep_for_graph(kept(block_mask, name, [*tensors_of(block_mask), *mask_captured], make))
+    mask_key = block_mask.mask_mod if call.mask_key is None else call.mask_key
+    tensors = [*tensors_of(block_mask), *call.mask_captured]
+    return keep_for_graph(kept(block_mask, ("kernel lists", *key_of_call), tensors, make, mask_key))
 
 
 def kernel_lists_maker(

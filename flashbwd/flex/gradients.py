@@ -12,7 +12,8 @@ from flashbwd._attention_arguments import backend as backend_option
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.cache import kernel_lists_of
 from flashbwd.flex.kernel_lists import UnsupportedError
-from flashbwd.reference.decoding import DecodingCall, decoding_backward
+from flashbwd.reference.decoding import DecodingCall
+from flashbwd.reference.decoding_backward import decoding_backward
 
 __all__ = ["gradients"]
 

@@ -94,24 +94,21 @@ def call_of(
     return DecodingCall(score, blocks, scale, mask_captured=tuple(mask_captures), unrounded=True)
 
 
-def _lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
-) -> KernelLists:
+def _lists_of(call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
     """As :func:`~flashbwd.flex.cache.kernel_lists_of`, for the tensors of a graph."""
+    mask: GraphMask | None = call.block_mask
     if mask is None:
-        return kernel_lists_of(None, (), query, key, tile)
+        return kernel_lists_of(call, query, key, tile)
     key_of_call, make = kernel_lists_maker(mask, query, key, tile)
     identity = (*key_of_call, mask.BLOCK_SIZE, mask.mask_mod.identity)  # type: ignore[attr-defined]
-    return keep_for_graph(_remembered.get(identity, [*mask.query_lists(), *captured], make))
+    return keep_for_graph(_remembered.get(identity, [*mask.query_lists(), *call.mask_captured], make))
 
 
-def _made_lists_of(
-    mask: GraphMask | None, captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile
-) -> KernelLists:
+def _made_lists_of(call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
     """As :func:`_lists_of`, but computed in each call."""
-    if mask is None:
-        return kernel_lists_of(None, (), query, key, tile)
-    _, make = kernel_lists_maker(mask, query, key, tile)
+    if call.block_mask is None:
+        return kernel_lists_of(call, query, key, tile)
+    _, make = kernel_lists_maker(call.block_mask, query, key, tile)
     return keep_for_graph(make())
 
 

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from flashbwd import _arguments
 from flashbwd.mods.captures import Captures, Recent
+from flashbwd.mods.reading import Operations, Reading
 from flashbwd.mods.trace import READS
 from flashbwd.reference.modes import index_dtype
-from flashbwd.reference.modifications import CapturedTensors, Mod, result_of, without_hooks
+from flashbwd.reference.modifications import Mod, result_of, without_hooks
 
 __all__ = ["captured_of", "name_of"]
 
@@ -31,7 +32,7 @@ class _Watch(TorchDispatchMode):
     Notes whether the host reads a value.
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Tensor], found: CapturedTensors) -> None:
+    def __init__(self, name: str, arguments: Mapping[str, Tensor], found: Operations) -> None:
         super().__init__()
         self.name = name
         self.arguments = arguments
@@ -75,10 +76,8 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return first, first + elements * tensor.element_size()
 
 
-def captured_of(
-    name: str, mod: Mod, with_score: bool, operands: Mapping[str, Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """Check a modification, and return the tensors that it captures.
+def captured_of(name: str, mod: Mod, with_score: bool, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Reading:
+    """Check a modification, and return what it reads, with the tensors that it captures.
 
     It is called on scalars, unless a function with the same key has been checked before.
 
@@ -104,25 +103,26 @@ def captured_of(
     key = None if captures.key is None else (captures.key, with_score, dtype, device)
     positions = None if key is None else _known.get(key)
     if positions is not None:
-        captured = [captures.tensors[position] for position in positions]
+        reading = Reading(captures.key, [captures.tensors[position] for position in positions])
     else:
-        captured, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
-        found = [captures.position(tensor) for tensor in captured]
+        reading, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
+        found = [captures.position(tensor) for tensor in reading.tensors]
         if key is not None and None not in found and not reads_values:  # a value may decide what is read
             _known.put(key, cast(list[int], found))
-    if captured:
-        _check_captured(name, captured, operands)
-    return captured
+            reading = Reading(captures.key, reading.tensors)
+    if reading.tensors:
+        _check_captured(name, reading.tensors, operands)
+    return reading
 
 
 def _call_on_scalars(
     name: str, mod: Mod, with_score: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[list[Tensor], bool]:
-    """Return the tensors that a modification captures, and whether the host reads a value. Check the result."""
+) -> tuple[Reading, bool]:
+    """Return what a modification reads, and whether the host reads a value. Check the result."""
     arguments = {name: torch.zeros((), device=device, dtype=index_dtype(device)) for name in _INDICES}
     if with_score:
         arguments = {"score": torch.zeros((), device=device, dtype=dtype)} | arguments
-    found = CapturedTensors(list(arguments.values()))
+    found = Operations(list(arguments.values()))
     watch = _Watch(name, arguments, found)
     try:
         with torch.enable_grad(), without_hooks(), found, watch:
@@ -134,7 +134,7 @@ def _call_on_scalars(
     except Exception as error:
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
     _check_result(name, result, with_score)
-    return list(found.captured.values()), watch.reads_values
+    return found.reading(), watch.reads_values
 
 
 def _check_result(name: str, result: Any, with_score: bool) -> None:
@@ -163,11 +163,34 @@ def _check_captured(name: str, captured: list[Tensor], operands: Mapping[str, Te
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether the ranges between the first and the last element overlap, for tensors of the same storage."""
+    """Return whether two tensors of the same storage may share an element. Parts of the columns of a matrix do not."""
     if not a.numel() or not b.numel():
         return False
     (first_a, last_a), (first_b, last_b) = _byte_range(a), _byte_range(b)
-    return first_a < last_b and first_b < last_a
+    if last_a <= first_b or last_b <= first_a:
+        return False
+    rows = {
+        stride * t.element_size() for t in (a, b) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1
+    }
+    return not any(row and _in_other_columns(a, b, row) for row in rows)
+
+
+def _in_other_columns(a: Tensor, b: Tensor, row: int) -> bool:
+    """Return whether both lie in columns of a matrix with rows of ``row`` bytes, and in none together."""
+    columns = [_columns(tensor, row) for tensor in (a, b)]
+    if columns[0] is None or columns[1] is None:
+        return False
+    (first_a, last_a), (first_b, last_b) = columns[0], columns[1]
+    return last_a <= first_b or last_b <= first_a
+
+
+def _columns(tensor: Tensor, row: int) -> tuple[int, int] | None:
+    """Return the first and the last (exclusive) byte within a row, or None if the tensor does not lie in columns."""
+    size = tensor.element_size()
+    inner = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride * size % row]
+    first = int(tensor.storage_offset()) * size % row
+    last = first + sum((n - 1) * stride for n, stride in inner) + size
+    return (first, last) if last <= row else None
 
 
 def name_of(mod: Mod | None, tensor: Tensor) -> str | None:

@@ -19,8 +19,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd import _arguments
 from flashbwd.flex import arguments
-from flashbwd.flex.attention import check_call, flex_attention
+from flashbwd.flex.attention import flex_attention
 from flashbwd.flex.cache import kept
+from flashbwd.flex.check import check_call
 from flashbwd.integrations.context_parallel import (
     Exchange,
     accumulator_dtype,

@@ -28,6 +28,7 @@ from flashbwd.flex.kernel_lists import KernelLists, UnsupportedError
 from flashbwd.flex.score_change import hides_above_diagonal
 from flashbwd.flex.tile import Tile
 from flashbwd.integrations.flex_node import AFTER_PYTORCH, DeclinedError, Mask, Node, Score, call_of, mask_of, score_of
+from flashbwd.reference.decoding import DecodingCall
 from flashbwd.reference.modifications import IN_16_BITS
 
 __all__ = ["flex_pass_key", "replace_flex_backwards"]
@@ -217,7 +218,7 @@ def _like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=device or tensor.device)
 
 
-def _any_lists(mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
+def _any_lists(call: DecodingCall, query: Tensor, key: Tensor, tile: Tile) -> KernelLists:
     """Lists for a plan. Whether a kernel takes a call does not depend on how long the lists are.
 
     ALiBi without an absolute value needs a mask that hides later keys. Here ``mask_mod`` must prove this.
@@ -225,6 +226,7 @@ def _any_lists(mask: Any, _captured: Sequence[Tensor], query: Tensor, key: Tenso
     shapes = ((1, 1, -(-key.shape[2] // tile.keys), 4), (1, 4), (1, tile.queries * tile.keys // 32))
     with unset_fake_temporarily():
         lists, entries, bits = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes)
+    mask = call.block_mask
     hides_above = mask is not None and hides_above_diagonal(mask.mask_mod, key.shape[2] - query.shape[2])
     return KernelLists(lists, entries, bits, False, tile, hides_above)
 

@@ -147,13 +147,6 @@ class Captures:
     def position(self, tensor: Tensor) -> int | None:
         return _position(tensor, self.tensors)
 
-    def still_hold(self, *functions: Any) -> bool:
-        """Return whether the functions have the same key and tensors now. True if they had no key."""
-        if self.key is None:
-            return True
-        now = Captures(*functions)
-        return now.key == self.key and all(a is b for a, b in zip(now.tensors, self.tensors, strict=True))
-
 
 class Slots:
     """The captured tensors that are passed to a kernel, one per slot.

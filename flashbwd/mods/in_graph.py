@@ -223,11 +223,15 @@ def _call_of(
 
 
 def shaped_like_query(query: Tensor, head_dim: int) -> Tensor:
-    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and order of strides, and a last stride of 1."""
-    strides = query.stride()
-    order = [*sorted(range(3), key=lambda dim: -strides[dim]), 3]
-    sizes = (*query.shape[:3], head_dim)
-    return query.new_empty([sizes[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+    """Return an empty (B, H, Sq, head_dim) tensor with query's dtype and order of strides, and a last stride of 1.
+
+    It is no view: autograd refuses writes to a view that a function returns.
+    """
+    given, sizes = query.stride(), (*query.shape[:3], head_dim)
+    strides, elements = [0] * 4, 1
+    for dim in (3, *sorted(range(2, -1, -1), key=lambda dim: given[dim])):
+        strides[dim], elements = elements, elements * sizes[dim]
+    return query.new_empty_strided(sizes, strides)
 
 
 _excluded_at_import = torch._C._dispatch_tls_local_exclude_set()

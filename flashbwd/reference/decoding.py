@@ -7,9 +7,9 @@ that is in neither list.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,10 @@ from torch import Tensor
 
 from flashbwd.reference.modes import evaluating_on, index_dtype
 from flashbwd.reference.modifications import (
-    LeavesFor,
     Mod,
     accumulator,
+    result_of,
     run_mod,
-    sum_dtype,
     unrounded,
     vectorised,
 )
@@ -52,6 +51,8 @@ class DecodingCall:
         Minimum number of KV splits that are reduced separately.
     mask_captured : tuple of Tensor
         The tensors that ``mask_mod`` captures, if the caller has found them.
+    mask_key : object
+        Differs if ``mask_mod`` computes something else from them. None if the caller does not know.
     unrounded : bool
         The modifications do not round values in 16 bits, as if Inductor had compiled them.
     """
@@ -63,6 +64,7 @@ class DecodingCall:
     rows_safe: bool = False
     splits: int | None = None
     mask_captured: tuple[Tensor, ...] = ()
+    mask_key: Any = None
     unrounded: bool = False
 
 
@@ -100,7 +102,7 @@ def listed_blocks(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class Tile:
     """Queries [q0, q1) and keys [k0, k1). ``masked`` is True if some of the pairs may be hidden."""
 
     q0: int
@@ -110,7 +112,7 @@ class _Tile:
     masked: bool
 
 
-def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[tuple[int, list[_Tile]]]:
+def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) -> Iterator[tuple[int, list[Tile]]]:
     """Yield the number of queries of each range of queries, and its tiles.
 
     If the host can read the states, all blocks of a tile have the same state for each batch and head, and no tile
@@ -128,7 +130,7 @@ def _tiles(call: DecodingCall, states: Tensor | None, q: Tensor, seqlen_k: int) 
         for k0, k1 in _equal_ranges(row, size[1], seqlen_k, most):
             present, full = (True, states is None) if row is None else _extremes(row[:, k0 // size[1]])
             if present:
-                tiles.append(_Tile(q0, q1, k0, k1, masked=not full))
+                tiles.append(Tile(q0, q1, k0, k1, masked=not full))
         yield q1 - q0, tiles
 
 
@@ -162,7 +164,7 @@ def _equal_ranges(blocks: Tensor | None, size: int, length: int, most: int) -> I
 # ---- one tile ----
 
 
-class _Operands:
+class Operands:
     """Provides q, k, v, scores and masks of a call, one tile at a time."""
 
     def __init__(self, call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -172,16 +174,16 @@ class _Operands:
         self.group = q.shape[1] // k.shape[1]
         self.states = None if call.block_mask is None else block_states(call.block_mask, k.shape[2])
         self.index = [torch.arange(n, device=q.device, dtype=index_dtype(q.device)) for n in (*q.shape[:3], k.shape[2])]
-        self.score_mod = None if call.score_mod is None else self._vectorised(call.score_mod, True)
-        self.mask_mod = None if call.block_mask is None else self._vectorised(call.block_mask.mask_mod, False)
+        self.score_mod = None if call.score_mod is None else vectorised(self._rounded(call.score_mod), True)
+        self.mask_mod = None if call.block_mask is None else vectorised(self._rounded(call.block_mask.mask_mod), False)
 
-    def _vectorised(self, mod: Mod, with_score: bool) -> Mod:
-        return vectorised(unrounded(mod) if self.call.unrounded else mod, with_score)
+    def _rounded(self, mod: Mod) -> Mod:
+        return unrounded(mod) if self.call.unrounded else mod
 
-    def tiles(self) -> Iterator[tuple[int, list[_Tile]]]:
+    def tiles(self) -> Iterator[tuple[int, list[Tile]]]:
         return _tiles(self.call, self.states, self.q, self.k.shape[2])
 
-    def rows(self, source: Tensor, tile: _Tile, visible: Tensor | None) -> Tensor:
+    def rows(self, source: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
         """Return (B, Hkv, group * rows, D) of q or dout. Rows that see no key of the tile are zeroed, as in keys()."""
         rows = source[:, :, tile.q0 : tile.q1].to(self.dtype)
         if visible is not None:
@@ -195,7 +197,7 @@ class _Operands:
     def unfold(self, rows: Tensor) -> Tensor:
         return rows.unflatten(2, (self.group, -1)).flatten(1, 2)
 
-    def keys(self, source: Tensor, tile: _Tile, visible: Tensor | None) -> Tensor:
+    def keys(self, source: Tensor, tile: Tile, visible: Tensor | None) -> Tensor:
         """Return (B or 1, Hkv, n, D) of k or v. Keys that no row of the tile sees become 0: they may hold NaN."""
         keys = source[:, :, tile.k0 : tile.k1].to(self.dtype)
         if visible is None:
@@ -205,7 +207,7 @@ class _Operands:
             seen = seen.any(0, keepdim=True)
         return torch.where(seen.unsqueeze(-1), keys, 0.0)
 
-    def visible(self, tile: _Tile) -> Tensor | None:
+    def visible(self, tile: Tile) -> Tensor | None:
         """Return the visible pairs of a tile, (B, H, rows, n); None if all are visible."""
         if self.states is None or self.mask_mod is None or not tile.masked:
             return None
@@ -219,19 +221,34 @@ class _Operands:
             raise ValueError(f"flashbwd: mask_mod returned {_name_of(asked.dtype)}, expected bool")
         return (states == FULL) | ((states == PARTIAL) & asked)
 
-    def raw_scores(self, tile: _Tile, visible: Tensor | None) -> Tensor:
+    def raw_scores(self, tile: Tile, visible: Tensor | None) -> Tensor:
         """Return scale * q @ k.T, (B, H, rows, n)."""
         q, k = self.rows(self.q, tile, visible), self.keys(self.k, tile, visible)
         scale = self.call.scale
         scores = (q * scale) @ k.mT if self.call.prescale else (q @ k.mT) * scale
         return self.unfold(scores)
 
-    def modified(self, scores: Tensor, tile: _Tile) -> Tensor:
+    def modified(self, scores: Tensor, tile: Tile) -> Tensor:
         if self.score_mod is None:
             return scores
         b, h, q, k = self.index
         with evaluating_on(scores.device):
             result = run_mod("score_mod", self.score_mod, scores, b, h, q[tile.q0 : tile.q1], k[tile.k0 : tile.k1])
+        return self._checked(result)
+
+    def modified_pairs(self, scores: Tensor, tile: Tile, visible: Tensor) -> Tensor:
+        """Return the modified scores of the visible pairs only, (n,), in the order of ``visible.nonzero()``."""
+        assert self.call.score_mod is not None
+        if not visible.any():  # torch.vmap takes no empty dimension
+            return scores.new_empty(0)
+        score_mod = torch.vmap(functools.partial(result_of, self._rounded(self.call.score_mod)))
+        starts = (0, 0, tile.q0, tile.k0)
+        pairs = (i + start for i, start in zip(visible.nonzero().unbind(1), starts, strict=True))
+        with evaluating_on(scores.device):
+            result = run_mod("score_mod", score_mod, scores[visible], *(i.to(index_dtype(i.device)) for i in pairs))
+        return self._checked(result)
+
+    def _checked(self, result: Tensor) -> Tensor:
         if not result.is_floating_point():
             raise ValueError(f"flashbwd: score_mod returned {_name_of(result.dtype)}, expected a floating-point score")
         return result.to(self.dtype)
@@ -259,13 +276,13 @@ def decoding_forward(call: DecodingCall, q: Tensor, k: Tensor, v: Tensor) -> tup
         In the accumulation dtype: float32, or float64 for float64 inputs. A row that sees no key has out 0, and lse
         and max_scores -inf.
     """
-    x = _Operands(call, q, k, v)
+    x = Operands(call, q, k, v)
     parts = [_attend(x, rows, tiles) for rows, tiles in x.tiles()]
     out, lse, largest = (torch.cat(part, 2) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
     return out, lse, largest
 
 
-def _attend(x: _Operands, rows: int, tiles: list[_Tile]) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(x: Operands, rows: int, tiles: list[Tile]) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one query block with an online softmax over its key tiles."""
     B, H = x.q.shape[:2]
     largest = x.q.new_full((B, H, rows, 1), -torch.inf, dtype=x.dtype)
@@ -285,82 +302,3 @@ def _attend(x: _Operands, rows: int, tiles: list[_Tile]) -> tuple[Tensor, Tensor
         out = out * shrink + x.unfold(x.fold(p) @ x.keys(x.v, tile, visible))
     out = out / (total if x.call.rows_safe else torch.where(total == 0, 1.0, total))
     return out, (largest + total.log()).squeeze(-1), largest.squeeze(-1)
-
-
-def decoding_backward(
-    call: DecodingCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    captured: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the gradients of q, k and v in the accumulation dtype, and of the captured tensors in their own dtypes.
-
-    ::
-
-        p  = exp(score_mod(s) - lse);  dp = dout @ v.T
-        ds = vjp of score_mod at s applied to p * (dp - rowsum(dout * out) + dlse)
-
-    (Differentiated from the forward, as in Dao et al., "FlashAttention", 2022, section B.2.) ``out`` and ``lse`` are
-    results of the forward.
-    """
-    x = _Operands(call, q, k, v)
-    dq, dk, dv = (torch.zeros_like(t, dtype=x.dtype) for t in (q, k, v))
-    dcaptured = [torch.zeros_like(t, dtype=sum_dtype(t)) for t in captured]
-    leaves = LeavesFor(captured, not call.unrounded)
-    delta = x.q.new_zeros(lse.shape, dtype=x.dtype)
-    if dout is not None:
-        delta = delta + (dout.to(x.dtype) * out.to(x.dtype)).sum(-1)
-    if dlse is not None:
-        delta = delta - dlse.to(x.dtype)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # for a row without a key, p = exp(-inf) = 0
-    for tile in (tile for _, tiles in x.tiles() for tile in tiles):
-        rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        visible = x.visible(tile)
-        raw = x.raw_scores(tile, visible).requires_grad_(call.score_mod is not None)
-        with torch.enable_grad() if call.score_mod is not None else nullcontext(), leaves:
-            modified = x.modified(raw, tile)
-        scores = modified.detach()
-        if visible is not None:
-            scores = torch.where(visible, scores, -torch.inf)
-        p = torch.exp(scores - lse[:, :, rows, None])
-        if visible is not None:
-            p = torch.where(visible, p, 0.0)
-        ds = p * -delta[:, :, rows, None]
-        if dout is not None:
-            dout_rows = x.rows(dout, tile, visible)
-            ds = ds + p * x.unfold(dout_rows @ x.keys(x.v, tile, visible).mT)
-            _add(dv[:, :, keys], x.fold(p).mT @ dout_rows)
-        if visible is not None:
-            ds = torch.where(visible, ds, 0.0)
-        ds, dtile = _through_mod(modified, raw, ds, leaves.of(captured))
-        if visible is not None:
-            ds = torch.where(visible, ds, 0.0)  # the derivative may be infinite at hidden scores: 0 * inf = NaN
-        for total, part in zip(dcaptured, dtile, strict=True):
-            if part is not None:
-                total += part
-        ds = x.fold(ds) * call.scale
-        dq[:, :, rows] += x.unfold(ds @ x.keys(x.k, tile, visible))
-        _add(dk[:, :, keys], ds.mT @ x.rows(x.q, tile, visible))
-    return dq, dk, dv, [total.to(t.dtype) for total, t in zip(dcaptured, captured, strict=True)]
-
-
-def _through_mod(
-    modified: Tensor, raw: Tensor, ds: Tensor, captured: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradients of the unmodified scores and of the captured tensors."""
-    if not raw.requires_grad:
-        return ds, []
-    if not modified.requires_grad:  # the result depends on neither the score nor a captured tensor
-        return torch.zeros_like(ds), [None] * len(captured)
-    grad, *rest = torch.autograd.grad(modified, [raw, *captured], ds, allow_unused=True)
-    return torch.zeros_like(ds) if grad is None else grad, list(rest)
-
-
-def _add(total: Tensor, part: Tensor) -> None:
-    """Add a gradient of the full batch to a total whose batch size may be 1."""
-    total += part.sum(0, keepdim=True) if total.shape[0] < part.shape[0] else part

@@ -44,7 +44,7 @@ class OnScalars(GatherByIndex):
     """Makes a vectorised function compute what it computes on scalars.
 
     ``torch.vmap`` cuts an int64 number to int32 if an int32 index is compared with it, and a Python number if an
-    integer is divided by it. Here, scalars of one category are cast to their common dtype first.
+    integer is divided by it, or it by an integer. Here, scalars of one category are cast to their common dtype first.
     """
 
     def __torch_function__(
@@ -54,8 +54,8 @@ class OnScalars(GatherByIndex):
         name = name if name.endswith("_") and not name.endswith("__") else name.strip("_")  # not what works in place
         if name in _CUT_BY_VMAP:
             args, kwargs = _promoted((args, kwargs or {}))
-        elif name in _QUOTIENTS and not kwargs and _is_integer(args[0]) and isinstance(args[1], (int, float)):
-            args = (args[0].to(torch.get_default_dtype()), args[1])
+        elif name in _QUOTIENTS and not kwargs and any(isinstance(value, (int, float)) for value in args):
+            args = tuple(value.to(torch.get_default_dtype()) if _is_integer(value) else value for value in args)
         return super().__torch_function__(func, types, args, kwargs)
 
 

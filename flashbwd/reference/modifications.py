@@ -44,13 +44,15 @@ class LeavesFor(TorchFunctionMode):
 
     The gradient of a captured tensor then stops at the leaf, even if another captured tensor was its input. The leaves
     of 16-bit tensors are float32, so that no sum is made in 16 bits. With ``rounds``, elements are in 16 bits again
-    after they are gathered, and so is each contribution to their gradient.
+    after they are gathered, and so is each contribution to their gradient. Other tensors that were made in inference
+    mode are replaced by copies, because autograd saves none of them.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rounds: bool = True) -> None:
         super().__init__()
         self._rounds = rounds
         self._leaves = {id(t): t.detach().to(sum_dtype(t)).requires_grad_() for t in tensors}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, so that ids stay unique
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._leaves[id(tensor)] for tensor in tensors]
@@ -65,7 +67,13 @@ class LeavesFor(TorchFunctionMode):
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         leaf = self._leaves.get(id(tensor))
-        return tensor if leaf is None else self._like(tensor, leaf)
+        if leaf is not None:
+            return self._like(tensor, leaf)
+        if not tensor.is_inference():
+            return tensor
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, tensor.clone()
+        return self._copies[id(tensor)][1]
 
     def _like(self, tensor: Tensor, leaf: Tensor) -> Tensor:
         return leaf.to(tensor.dtype) if self._rounds else leaf

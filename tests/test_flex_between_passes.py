@@ -157,6 +157,50 @@ def test_an_object_may_make_its_tensors_in_each_call(attention: Attention) -> No
 
 
 @FUNCTIONS
+@pytest.mark.parametrize("again", [lambda x: x.view(4), lambda x: x.detach()], ids=["view", "detached"])
+def test_a_trained_tensor_may_not_become_another_of_the_same_memory(attention: Attention, again: Any) -> None:
+    """Its gradient would be lost."""
+    rates, scale = torch.ones(4, requires_grad=True), Scale()
+    scale.tensor = rates.view(4)
+    out = attention(*inputs(), lambda s, b, h, q, k: s * scale.tensor[h], enable_gqa=True)
+    scale.tensor = again(rates)
+    with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_a_list_and_a_dict_may_grow_before_the_backward(attention: Attention) -> None:
+    biases: list[Tensor] = []
+    by_length: dict[int, Tensor] = {}
+    total, given = torch.zeros(()), inputs()
+    for n in range(2):
+        biases.append(torch.zeros(24, requires_grad=True))
+        by_length[n] = torch.ones(24)
+        mod = lambda s, b, h, q, k, n=n: s * by_length[n][q] + biases[n][k]  # noqa: E731
+        total = total + attention(*given, mod, enable_gqa=True).sin().sum()
+    first, second = torch.autograd.grad(total, biases)
+    assert first.any()
+    torch.testing.assert_close(first, second)
+
+
+@FUNCTIONS
+def test_a_long_array_may_not_change_before_the_backward(attention: Attention) -> None:
+    values = np.zeros(3000)
+    out = attention(*inputs(), lambda s, b, h, q, k: s + torch.tensor(values)[k + 1500], enable_gqa=True)
+    values[1500] = 1
+    with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_others_may_set_attributes_of_a_trained_tensor(attention: Attention) -> None:
+    bias = torch.nn.Parameter(torch.zeros(24))
+    out = attention(*inputs(), lambda s, b, h, q, k: s + bias[k], enable_gqa=True)
+    bias.main_grad = torch.zeros(24)  # type: ignore[attr-defined]
+    assert torch.autograd.grad(out.sin().sum(), bias)[0].any()
+
+
+@FUNCTIONS
 @pytest.mark.parametrize("name", ["mask_mod", "kv_num_blocks"])
 def test_the_parts_of_a_block_mask_may_not_be_replaced_before_the_backward(attention: Attention, name: str) -> None:
     mask, other = causal(lambda: 0), causal(lambda: 3)

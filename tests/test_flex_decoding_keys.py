@@ -175,6 +175,15 @@ def test_the_key_contains_the_items_of_lists_and_dicts(make: Any) -> None:
     assert key_of(plus(make(2))) != key_of(plus(make(3)))
 
 
+def test_a_key_ignores_attributes_that_others_gave_a_tensor() -> None:
+    """Such as those of a library for distributed training."""
+    parameter = nn.Parameter(torch.zeros(3))
+    before = key_of(plus(parameter))
+    parameter.main_grad = torch.zeros(3)  # type: ignore[attr-defined]
+    assert key_of(plus(parameter)) == before
+    assert Captures(lambda s, b, h, q, k: s + parameter.main_grad[h]).key is None  # type: ignore[attr-defined]
+
+
 # ---- functions without a key ----
 
 
@@ -192,7 +201,7 @@ def imports(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 def named_tensor() -> Tensor:
     tensor = torch.zeros(3)
-    tensor.window = 3  # type: ignore[attr-defined]
+    tensor.pi = 3  # type: ignore[attr-defined]
     return tensor
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd.flex.graph_operator import DETERMINISTIC
+from flashbwd.integrations.flex_derivative import has_the_derivative
 from flashbwd.mods.in_graph import text_of
 
 __all__ = ["AFTER_PYTORCH", "DeclinedError", "Mask", "Node", "Score", "call_of", "mask_of", "score_of"]
@@ -190,6 +191,7 @@ def score_of(call: dict[str, Any], graph: fx.Graph) -> Score:
     has_gradient = [gradient is not None for gradient in _result(joint)[5:]]
     if len(has_gradient) != len(captures):
         raise DeclinedError("the derivative of score_mod has another number of results than expected")
+    _check_derivative(module, joint, captures)
     if _result(module) is next(iter(module.graph.nodes)):  # the score itself
         return Score("", [], [], [])
     module, unread = _without_unread_numbers(module, captures)
@@ -206,6 +208,17 @@ def score_of(call: dict[str, Any], graph: fx.Graph) -> Score:
         numbers=[captures[i] for i in numbers],
         number_positions=[read.index(i) for i in numbers],
     )
+
+
+def _check_derivative(module: fx.GraphModule, joint: fx.GraphModule, captures: list[Node]) -> None:
+    values = [value.meta["val"] if isinstance(value, fx.Node) else value for value in captures]
+    values = [value if isinstance(value, (int, Tensor)) else value.node.hint for value in values]
+    try:
+        same = has_the_derivative(_without_prims(module), _without_prims(joint), values)
+    except Exception as error:
+        raise DeclinedError(f"the derivative of score_mod cannot be checked: {type(error).__name__}: {error}") from None
+    if not same:
+        raise DeclinedError("score_mod has another derivative than its operators (detach, no_grad, autograd.Function)")
 
 
 def _without_unread_numbers(module: fx.GraphModule, captures: list[Node]) -> tuple[fx.GraphModule, set[int]]:

@@ -240,7 +240,8 @@ def _is_of_a_module(function: types.BuiltinFunctionType) -> bool:
 
 
 def _tensor(value: Tensor, key: list[Any], tensors: list[Tensor]) -> None:
-    if value.__dict__ or value.layout is not torch.strided:
+    hides_a_known_name = value.__dict__ and not _KNOWN_NAMES.isdisjoint(value.__dict__)
+    if hides_a_known_name or value.layout is not torch.strided:
         raise _NotProvableError
     position = _position(value, tensors) if tensors else None
     if position is None:

@@ -40,9 +40,9 @@ class Reading:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same, or views of the same memory."""
-    if one is other:
-        return True
+    """Return whether two tensors are the same, or views of the same memory that get no gradient."""
+    if one is other or one.requires_grad or other.requires_grad:
+        return one is other
     if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
         return False
     try:
@@ -72,6 +72,8 @@ class Operations(CapturedTensors):
             return Tensor, self._numbers.setdefault(id(value), len(self._numbers))
         if isinstance(value, slice):
             return slice, *map(self._described, (value.start, value.stop, value.step))
+        if hasattr(value, "tobytes"):  # an array
+            return type(value), str(getattr(value, "dtype", "")), getattr(value, "shape", None), value.tobytes()
         # The text of a number tells -0.0 from 0.0, and NaN equals itself. Other objects may be new in each call.
         return type(value), repr(value) if isinstance(value, _PLAIN) or hasattr(value, "__float__") else None
 
@@ -83,7 +85,10 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 def reading_of(name: str, mod: Mod, query: Tensor) -> Reading:
-    """Return what a ``score_mod`` or a ``mask_mod`` reads now. A function without a key is called on scalars.
+    """Return what a ``score_mod`` or a ``mask_mod`` reads now.
+
+    A function without a key is called on scalars, and so is one that has a list or a dict: these may grow, and the key
+    holds all that they contain.
 
     Parameters
     ----------
@@ -91,7 +96,7 @@ def reading_of(name: str, mod: Mod, query: Tensor) -> Reading:
         "score_mod" or "mask_mod".
     """
     captures = Captures(mod)
-    if captures.key is not None:
+    if captures.key is not None and not any(kind in captures.key for kind in (list, dict)):
         return Reading(captures.key, captures.tensors)
     arguments = list(torch.zeros(4, device=query.device, dtype=index_dtype(query.device)).unbind())
     if name == "score_mod":

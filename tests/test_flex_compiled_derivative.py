@@ -97,3 +97,16 @@ def test_the_sum_of_a_captured_tensors_gradient_is_compared(factor: float, same:
 
     joint = graph_of(derivative, torch.zeros((), dtype=torch.float64), table)
     assert has_the_derivative(modification, joint, [table]) == same
+
+
+def test_the_graphs_of_a_gpu_are_evaluated_on_the_host() -> None:
+    limit = lambda s, b, h, q, k: torch.where(q >= k, s, torch.full((), 2.0, dtype=s.dtype)) * 3  # noqa: E731
+    derivative = lambda s, b, h, q, k, grad: [torch.where(q >= k, grad * 3, torch.scalar_tensor(0.0))] + [None] * 4  # noqa: E731
+    graphs = [graph_of(limit), graph_of(derivative, torch.zeros((), dtype=torch.float64))]
+    assert has_the_derivative(*graphs, [])
+    for graph in graphs:
+        for node in graph.graph.nodes:
+            if "device" in node.kwargs:
+                node.kwargs = node.kwargs | {"device": torch.device("cuda")}
+    assert all("cuda" in str(graph.graph) for graph in graphs)
+    assert has_the_derivative(*graphs, [])

@@ -4,8 +4,8 @@ PyTorch differentiates the function of the user, and the result is a second grap
 graph, in which ``detach()`` is an alias, and ``torch.no_grad()`` and a ``torch.autograd.Function`` leave no trace. So
 both derivatives are evaluated at random points.
 
-There, every tensor is a scalar. A captured tensor has equal elements, so what selects some of them does nothing. The
-gradient of a captured tensor is the sum of its elements.
+There, every tensor is a scalar on the host. A captured tensor has equal elements, so what selects some of them does
+nothing. The gradient of a captured tensor is the sum of its elements.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SELECTS = frozenset(
         *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
         *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.default),
         *(aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.clone.default, aten.as_strided.default),
-        *(aten.select_backward.default, aten.slice_backward.default),
+        *(aten.select_backward.default, aten.slice_backward.default, torch.ops.prims.device_put.default),
     }
 )
 _ADDS = (aten.index_put.default, aten._unsafe_index_put.default)  # (gradient, indices, values)
@@ -43,6 +43,9 @@ _FILLS_LIKE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defa
 
 class _OnScalars(fx.Interpreter):
     """Evaluates a modification or its derivative with scalars in place of all tensors."""
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().get_attr(target, args, kwargs).cpu()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in _SELECTS:
@@ -55,6 +58,8 @@ class _OnScalars(fx.Interpreter):
             args = ([], *args[1:])
         elif target in _FILLS_LIKE:
             args = (args[0], [], *args[2:])
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device("cpu")}
         return super().call_function(target, args, kwargs)
 
 

@@ -128,9 +128,9 @@ def test_functions_without_a_key_hold_no_tensors() -> None:
     assert captured.tensors == []
 
 
-def test_a_tensor_with_attributes_or_another_layout_has_no_key() -> None:
+def test_a_tensor_with_an_attribute_of_a_known_name_or_another_layout_has_no_key() -> None:
     marked = torch.zeros(1)
-    marked.mark = 1  # type: ignore[attr-defined]
+    marked.pi = 1  # type: ignore[attr-defined]
     assert Captures(torch.zeros(1)).key is not None
     assert Captures(marked).key is None
     assert Captures(torch.zeros(2, 2).to_sparse()).key is None

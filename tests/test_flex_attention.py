@@ -300,7 +300,7 @@ def test_a_compiled_model_gets_the_same_gradients() -> None:
     torch.testing.assert_close(grads, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_trains_captured_tensors(backend: str) -> None:
     documents, mask_shape = torch.arange(40) // 7, Shape(seqlen_q=40, seqlen_k=40)
     mask = kit.block_mask(lambda b, h, q, k: documents[q] == documents[k], mask_shape, block=16)

@@ -33,10 +33,19 @@ _SELECTS = frozenset(
         *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
         *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.squeeze.default),
         *(aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.clone.default, aten.as_strided.default),
+        *(aten.embedding.default, aten.embedding_dense_backward.default, aten.constant_pad_nd.default),
         *(aten.select_backward.default, aten.slice_backward.default, torch.ops.prims.device_put.default),
     }
 )
-_ADDS = (aten.index_put.default, aten._unsafe_index_put.default)  # (gradient, indices, values)
+# Operators that add to a gradient, and the place of what they add among their arguments.
+_ADDS = {
+    aten.index_put.default: 2,
+    aten._unsafe_index_put.default: 2,
+    aten.index_add.default: 3,
+    aten.scatter_add.default: 3,
+    aten.select_scatter.default: 1,
+    aten.slice_scatter.default: 1,
+}
 _FILLS = (aten.zeros.default, aten.ones.default, aten.full.default)  # (sizes, ...)
 _FILLS_LIKE = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)  # (like, sizes, ...)
 
@@ -51,7 +60,7 @@ class _OnScalars(fx.Interpreter):
         if target in _SELECTS:
             return args[0]
         if target in _ADDS:
-            return args[0] + args[2]
+            return args[0] + args[_ADDS[target]]
         if getattr(target, "_opname", "") == "zeros_and_scatter":  # (sizes, indices, values)
             return args[2]
         if target in _FILLS:

@@ -71,7 +71,7 @@ def gradients(
             _warn_on_a_gpu(query, reason)
         else:
             on_refusal(reason)
-    with torch.no_grad(), arguments.without_autocast(query.device):
+    with arguments.without_autocast(query.device):
         *grads, found = decoding_backward(call, q, k, v, out, lse, dout, dlse, captured)
     dq, dk, dv = (torch.empty_like(tensor).copy_(grad) for tensor, grad in zip(inputs, grads, strict=True))
     return dq, dk, dv, [grad.to(tensor.dtype) for tensor, grad in zip(captured, found, strict=True)]

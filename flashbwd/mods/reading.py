@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flashbwd.mods.captures import Captures
-from flashbwd.reference.modes import index_dtype
-from flashbwd.reference.modifications import CapturedTensors, Mod, accumulator, result_of, run_mod, without_hooks
+from flashbwd.reference.modifications import (
+    CapturedTensors,
+    Mod,
+    accumulator,
+    result_of,
+    run_mod,
+    scalars,
+    without_hooks,
+)
 
 __all__ = ["Operations", "Reading", "reading_of"]
 
@@ -98,9 +105,7 @@ def reading_of(name: str, mod: Mod, query: Tensor) -> Reading:
     captures = Captures(mod)
     if captures.key is not None and not any(kind in captures.key for kind in (list, dict)):
         return Reading(captures.key, captures.tensors)
-    arguments = list(torch.zeros(4, device=query.device, dtype=index_dtype(query.device)).unbind())
-    if name == "score_mod":
-        arguments.insert(0, torch.zeros((), device=query.device, dtype=accumulator(query.dtype)))
+    arguments = scalars(query.device, accumulator(query.dtype) if name == "score_mod" else None)
     with torch.enable_grad(), without_hooks(), Operations(arguments) as operations:
         run_mod(name, lambda *x: result_of(mod, *x), *arguments)
     return operations.reading()

@@ -42,7 +42,7 @@ def decoding_backward(
     dcaptured = [torch.zeros_like(t, dtype=sum_dtype(t)) for t in captured]
     leaves = LeavesFor(captured, not call.unrounded)
     delta = _delta(x.dtype, out, lse, dout, dlse)
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # for a row without a key, p = exp(-inf) = 0
+    lse = lse.masked_fill(lse == -torch.inf, torch.inf)  # a row that sees no key gets p = exp(-inf) = 0
     for tile in (tile for _, tiles in x.tiles() for tile in tiles):
         rows, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
         visible = x.visible(tile)

@@ -8,9 +8,11 @@ silently.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +46,10 @@ def came(value: Any) -> str:
     if isinstance(value, (type(None), int, float, str)):
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:37]}..."
-    return f"a {type(value).__name__}"
+    kind = type(value)
+    library = kind.__module__.partition(".")[0]
+    prefix = "" if library in ("builtins", "torch", "flashbwd", "__main__") else f"{library}."
+    return f"a {prefix}{kind.__name__}"
 
 
 def tensor(name: str, value: Any) -> Tensor:
@@ -54,12 +59,38 @@ def tensor(name: str, value: Any) -> Tensor:
     return value
 
 
+def strided(name: str, value: Any) -> Tensor:
+    """Return the argument, or raise if it is not a tensor with strides."""
+    given = tensor(name, value)
+    if wrong := _layout_fault(given):
+        raise ValueError(f"flashbwd: {name} {wrong}")
+    return given
+
+
+def _layout_fault(value: Tensor) -> str:
+    if value.layout is not torch.strided:
+        return f"has layout {value.layout}, expected torch.strided"
+    return "is a nested tensor, expected one with strides" if value.is_nested else ""
+
+
 def number(name: str, value: Any) -> float:
     """Return the argument, or raise if it is not a number. PyTorch would also accept a tensor, and read it back."""
     if not isinstance(value, float) and not _is_number(value):
         raise ValueError(f"flashbwd: {name} is {came(value)}, expected {_TYPES['float'][1]}")
     number: float = value
     return number
+
+
+def finite(name: str, value: Any) -> float:
+    """Return the argument as a float (a symbol as it is), or raise if it is not a finite number."""
+    if type(value) is float and math.isfinite(value):
+        return value
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return cast(float, value)
+    scalar = float(value) if isinstance(value, Real) and not isinstance(value, int) else number(name, value)
+    if not math.isfinite(scalar):
+        raise ValueError(f"flashbwd: {name} is {came(scalar)}, expected a finite number")
+    return float(scalar)
 
 
 def _is_number(value: Any) -> bool:
@@ -134,8 +165,8 @@ def misfit(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str |
         value, name = given[argument.name], _PUBLIC.get(argument.name, argument.name)
         if not _fits(kind, value):
             return f"flashbwd: {name} is {came(value)}, expected {_words(kind)}"
-        if isinstance(value, Tensor) and value.layout is not torch.strided:
-            return f"flashbwd: {name} has layout {value.layout}, expected torch.strided"
+        if isinstance(value, Tensor) and (wrong := _layout_fault(value)):
+            return f"flashbwd: {name} {wrong}"
         if isinstance(value, Tensor) and value.dim() > _MOST_DIMS:
             return f"flashbwd: {name} has {value.dim()} dimensions, expected at most {_MOST_DIMS}"
     return None

@@ -109,6 +109,8 @@ def _sink_logits(q: Tensor, sink: Tensor | None) -> Tensor | None:
 
 def default_scale(q: Tensor) -> float:
     """Return ``D ** -0.5``, or 1 if q has no head dimension, an error that the operator reports."""
+    if q.is_nested:
+        return 1.0
     return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
 
 

@@ -8,13 +8,18 @@ which takes 10 us per argument.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flashbwd._eager import untraced
 
 Rule = Callable[..., Any]
 
@@ -79,6 +84,55 @@ def refuse_to_differentiate(name: str, results: Sequence[Tensor], inputs: Sequen
     return refused[: len(results)]
 
 
+def differentiable_once(name: str) -> Callable[[Rule], Rule]:
+    """Decorate the ``backward`` of an autograd Function so that differentiating the gradients of ``name`` raises.
+
+    PyTorch's ``once_differentiable`` raises only where a derivative reaches the gradients by ``backward()``;
+    ``torch.autograd.grad`` then leaves their part out.
+    """
+
+    def decorate(backward: Rule) -> Rule:
+        @functools.wraps(backward)
+        def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            with torch.no_grad():
+                found = backward(ctx, *grads)
+            if not torch.is_grad_enabled():
+                return tuple(found)
+            read = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            refused = iter(refuse_to_differentiate(name, [t for t in found if t is not None], read))
+            return tuple(None if t is None else next(refused) for t in found)
+
+        return untraced(once)
+
+    return decorate
+
+
+def is_last_backward() -> bool:
+    """Return whether the backward that runs now frees what its nodes saved, so that no other one can follow."""
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def refuse_batched(name: str, grads: Sequence[Tensor | None]) -> None:
+    """Raise if gradients are batched by ``is_grads_batched``, for a backward that PyTorch can't batch."""
+    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        raise RuntimeError(
+            f"flashbwd: {name} has no batching rule: is_grads_batched=True is not supported; call torch.autograd.grad "
+            "once for each gradient, or use torch.func.vjp and torch.func.vmap"
+        )
+
+
+def hidden_from_modes() -> AbstractContextManager[Any]:
+    """Hide operators from the caller's dispatch modes, for computations that only the first call makes.
+
+    A selective checkpoint counts the operators of its forward, and expects the same ones when it repeats it.
+    """
+    keys = torch._C._TorchDispatchModeKey
+    needed = (keys.FAKE, keys.FUNCTIONAL, keys.PROXY)
+    if not torch._C._len_torch_dispatch_stack() or any(torch._C._get_dispatch_mode(key) for key in needed):
+        return nullcontext()
+    return _disable_current_modes()
+
+
 def transforms_are_active() -> bool:
     """Return whether forward mode or a torch.func transform is active."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
@@ -89,7 +143,16 @@ def may_be_refused(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return transforms_are_active() or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs))
 
 
-class _Refused(torch.autograd.function._SingleLevelFunction):
+class _OneLevel(torch.autograd.function._SingleLevelFunction):
+    """An autograd Function that does not search its arguments for torch.func transforms."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        """As ``torch.autograd.Function`` has it: what distinguishes the node for compiled autograd."""
+        return (ctx._autograd_function_id,)
+
+
+class _Refused(_OneLevel):
     """Connects the results of an operator to its inputs, so that differentiating them raises."""
 
     @staticmethod
@@ -141,7 +204,7 @@ def _rule(operator: Any, backward: Rule, setup_context: Rule | None) -> Rule:
     # autograd.Function would search every argument for torch.func transforms, which _kernel has already handled.
     function: Any = type(
         f"Gradient_{operator._schema.name.partition('::')[2]}",
-        (torch.autograd.function._SingleLevelFunction,),
+        (_OneLevel,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward_of_all)},
     )
 
@@ -190,6 +253,6 @@ def _transformed(operator: Any, backward: Rule, setup_context: Rule | None) -> t
 
     return type(
         f"Transformed_{schema.name.partition('::')[2]}",
-        (torch.autograd.function._SingleLevelFunction,),
+        (_OneLevel,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )

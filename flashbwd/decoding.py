@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from flashbwd._autograd import transforms_are_active
+from flashbwd._autograd import (
+    differentiable_once,
+    hidden_from_modes,
+    is_last_backward,
+    refuse_batched,
+    transforms_are_active,
+)
 from flashbwd.flex import arguments
+from flashbwd.flex.block_mask_checks import check_block_mask, check_lists
+from flashbwd.flex.modifications import captured_of
 from flashbwd.flex.reads import Reads
 from flashbwd.integrations.distributed import decode_shards
 from flashbwd.mods.backward import run_backward
@@ -88,16 +96,17 @@ def flex_decoding(
     Raises
     ------
     ValueError
-        If an argument is invalid. The message names the argument, its value and what was expected.
+        If an argument is invalid. The message names the argument, its value and what was expected. On a GPU the host
+        does not read block lists, and entries beyond the sequences are ignored.
     RuntimeError
-        If ``score_mod`` or ``mask_mod`` raises, reads a value back from the device or branches on one; on a GPU also if
-        it calls an operator that has no CUDA implementation here. The message names the function and the operator.
+        If ``score_mod`` or ``mask_mod`` raises; on a GPU also if it reads a value back, branches on one or calls an
+        operator that has no CUDA implementation here. The message names the function and the operator.
     """
     if type(query) is not Tensor and hasattr(query, "placements"):
         rest: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa, "return_lse": return_lse}
         rest |= {"kernel_options": kernel_options, "return_aux": return_aux}
         return decode_shards(functools.partial(flex_decoding, **rest), query, key, value, score_mod, block_mask)
-    arguments.check_types(
+    scale = arguments.check_types(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
     need_lse, need_max_scores = return_lse, False
@@ -105,7 +114,7 @@ def flex_decoding(
         if return_lse:
             raise ValueError("flashbwd: return_lse and return_aux are both given, expected one of them")
         need_lse, need_max_scores = return_aux.lse, return_aux.max_scores
-    options = arguments.acting_options(kernel_options) if kernel_options else _NO_OPTIONS
+    options = arguments.acting_options(kernel_options, query) if kernel_options else _NO_OPTIONS
     if not is_dynamo_compiling() and not transforms_are_active():
         wanted = (enable_gqa, options.get("SPLIT_KV", 0), need_lse, need_max_scores, False)
         results = run_at_once(query, key, value, score_mod, block_mask, scale, wanted)
@@ -118,7 +127,10 @@ def flex_decoding(
     query, key, value = arguments.autocast(query, key, value)
     arguments.check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
-        arguments.check_block_mask(block_mask, query, key, of_queries=False)
+        check_block_mask(block_mask, query, key, of_queries=False)
+    if not is_dynamo_compiling() and not transforms_are_active():
+        with hidden_from_modes():
+            _check_functions(query, key, score_mod, block_mask)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,
@@ -131,6 +143,17 @@ def flex_decoding(
     if return_aux is not None:
         return out, AuxOutput(lse=lse if need_lse else None, max_scores=largest if need_max_scores else None)
     return (out, lse) if return_lse else out
+
+
+def _check_functions(query: Tensor, key: Tensor, score_mod: Mod | None, block_mask: BlockMask | None) -> None:
+    """Check what score_mod and mask_mod return and write to, and lists that the host can read without waiting."""
+    of_call = (query.device, accumulator(query.dtype))
+    if score_mod is not None:
+        captured_of("score_mod", score_mod, True, *of_call)
+    if block_mask is not None:
+        captured_of("mask_mod", block_mask.mask_mod, False, *of_call)
+        if query.device.type == "cpu":
+            check_lists(block_mask, (query.shape[2], key.shape[2]), of_queries=False)
 
 
 # ---- the computation ----
@@ -207,21 +230,22 @@ class _FlexDecoding(torch.autograd.Function):
         ctx.reads = Reads(call.score_mod, call.block_mask, query)
         # The functions read these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
-        # The backward reads these again. Autograd raises an error if they were written to in between.
-        checked = [t.detach() for t in ctx.reads.tensors() if not (t.requires_grad or t.is_inference())]
-        ctx.save_for_backward(query, key, value, exact, lse, *captured, *checked)
+        ctx.save_for_backward(query, key, value, exact, lse, *captured, *ctx.reads.besides(captured))
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
         return out, lse, largest
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("flex_decoding_backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        refuse_batched("flex_decoding_backward", (dout, dlse))
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        ctx.reads.check(query)
-        inputs = (query, key, value, *ctx.captured)
+        captured, call = ctx.reads.now(query, ctx.captured), ctx.call
+        if is_last_backward():
+            ctx.call = ctx.reads = ctx.captured = None  # they hold tensors
+        inputs = (query, key, value, *captured)
         if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
             return None, *(torch.zeros_like(tensor) for tensor in inputs)
-        dq, dk, dv, dcaptured = _backward(ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured)
+        dq, dk, dv, dcaptured = _backward(call, query, key, value, out, lse, dout, dlse, captured)
         grads = (dq, dk, dv, *dcaptured)
         return None, *(grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True))

@@ -76,6 +76,13 @@ def test_cached_values_are_not_used_for_a_new_tensor_with_the_id_of_a_freed_one(
     assert cache.kept(mask, "key", [torch.zeros(1)], lambda: "second") == "second"
 
 
+def test_what_was_computed_for_other_data_of_a_tensor_is_not_used() -> None:
+    mask, tensor = kit.block_mask(lambda b, h, q, k: q >= k, SHAPE, block=16), torch.zeros(1)
+    assert cache.kept(mask, "key", [tensor], lambda: "first") == "first"
+    tensor.data = torch.ones(1)  # the version stays
+    assert cache.kept(mask, "key", [tensor], lambda: "second") == "second"
+
+
 def kernel_lists(mask: BlockMask) -> Any:
     q, k, _ = SHAPE.tensors(torch.float32)
     return cache.kernel_lists_of(DecodingCall(None, mask, 1.0), q, k, Tile())

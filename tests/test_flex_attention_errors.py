@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from kit import decoding as kit
@@ -28,6 +29,22 @@ def causal(**changes: Any) -> BlockMask:
 def with_entry(name: str, value: int) -> BlockMask:
     mask = causal()
     getattr(mask, name)[..., 0] = value
+    return mask
+
+
+def transposed() -> BlockMask:
+    mask = causal()
+    lists = ("num_blocks", "indices")
+    of_keys = {name: getattr(mask, f"kv_{name}") for name in lists}
+    for name in lists:
+        setattr(mask, f"q_{name}", of_keys[name])
+    return mask
+
+
+def with_full_blocks_of_partial_ones() -> BlockMask:
+    mask = causal()
+    for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
+        setattr(mask, f"full_{name}", getattr(mask, name))
     return mask
 
 
@@ -57,10 +74,19 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     "query_type": ({"query": 3}, "query is 3, expected a tensor"),
     "key_dims": ({"key": torch.zeros(2, 40, 16)}, "key has 3 dimensions, expected 4"),
     "value_dtype": ({"value": torch.zeros(2, 2, 40, 16).half()}, "value is float16, expected query's float32"),
+    "key_layout": (
+        {"key": torch.zeros(2, 2, 40, 16).to_sparse()},
+        "key has layout torch.sparse_coo, expected torch.strided",
+    ),
+    "nested": (
+        {"query": torch.nested.nested_tensor([torch.zeros(4, 40, 16)] * 2)},
+        "query is a nested tensor, expected one with strides",
+    ),
     "key_device": ({"key": torch.zeros(2, 2, 40, 16, device="meta")}, "key is on meta, expected query's cpu"),
     "heads": ({"enable_gqa": False}, "key has 2 heads, expected query's 4"),
     "deterministic": ({"deterministic": 1}, "deterministic is 1, expected a bool"),
     "scale": ({"scale": "1"}, "scale is '1', expected a number"),
+    "scale_of_nan": ({"scale": float("nan")}, "scale is nan, expected a finite number"),
     "mask_type": ({"block_mask": lambda b, h, q, k: q >= k}, "block_mask is a function, expected a BlockMask"),
     "mask_lengths": (
         {"block_mask": causal(shape=Shape(seqlen_q=40, seqlen_k=80))},
@@ -104,10 +130,28 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
         "block_mask.kv_indices is float32, expected int32",
     ),
     "list_type": ({"block_mask": causal(kv_indices=[0])}, "block_mask has lists of type list, expected tensors"),
-    "block_size": ({"block_mask": causal(BLOCK_SIZE=(0, 16))}, r"block_mask.BLOCK_SIZE is \(0, 16\), expected two"),
+    "mask_mod_type": ({"block_mask": causal(mask_mod=None)}, "block_mask.mask_mod is None, expected a function"),
+    "block_size": ({"block_mask": causal(BLOCK_SIZE=(0, 16))}, r"block_mask.BLOCK_SIZE is \(0, 16\), expected a tuple"),
+    "block_size_type": ({"block_mask": causal(BLOCK_SIZE=16)}, "block_mask.BLOCK_SIZE is 16, expected a tuple of two"),
+    "seq_lengths": (
+        {"block_mask": causal(seq_lengths=[40, 40])},
+        r"block_mask.seq_lengths is \[40, 40\], expected a tuple of two ints",
+    ),
     "other_query_lists": (
         {"block_mask": causal(q_num_blocks=torch.zeros(2, 4, 3, dtype=torch.int32))},
-        "block_mask.q_num_blocks lists 0 blocks, expected 40, as many as block_mask.kv_num_blocks",
+        "block_mask.q_indices and block_mask.kv_indices list different blocks, expected in the lists of queries what",
+    ),
+    "query_lists_of_equal_length": (
+        {"block_mask": transposed()},
+        "block_mask.q_indices and block_mask.kv_indices list different blocks",
+    ),
+    "block_twice": (
+        {"block_mask": with_entry("kv_indices", 1)},
+        r"block_mask.kv_indices names a block twice in its row \(0, 0, 2\), expected each block at most once",
+    ),
+    "block_in_both_lists": (
+        {"block_mask": with_full_blocks_of_partial_ones()},
+        "block_mask.full_kv_indices and block_mask.kv_indices name the same block, expected each block in one of them",
     ),
     "list_shapes": (
         {"block_mask": causal(q_num_blocks=torch.zeros(1, 1, 3, dtype=torch.int32))},
@@ -121,6 +165,10 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     "score_shape": ({"score_mod": lambda s, b, h, q, k: s + BIAS}, r"score_mod returned shape \(4,\) for scalars"),
     "score_dtype": ({"score_mod": lambda s, b, h, q, k: q - k}, "score_mod returned int64, expected a floating-point"),
     "score_type": ({"score_mod": lambda s, b, h, q, k: 1.0}, "score_mod returned 1.0, expected a floating-point score"),
+    "score_device": (
+        {"score_mod": lambda s, b, h, q, k: torch.zeros((), device="meta")},
+        "score_mod returned a tensor on meta, expected query's cpu",
+    ),
     "reads_query": (reading("query"), "score_mod reads query, expected a function of the score"),
     "reads_key": (reading("key"), "score_mod reads key, expected a function of the score"),
     "in_place": ({"score_mod": in_place}, "score_mod writes to a captured tensor with aten.copy_"),
@@ -140,14 +188,25 @@ BAD: dict[str, tuple[Arguments | Callable[[Arguments], Arguments], str]] = {
     "both_requests": ({"return_lse": True, "return_aux": AuxRequest()}, "return_lse and return_aux are both given"),
     "request": ({"return_aux": True}, "return_aux is True, expected"),
     "unknown_option": ({"kernel_options": {"BLOCK_X": 1}}, "kernel_options has an unknown key 'BLOCK_X'"),
+    "option_type": ({"kernel_options": {1: 2}}, "kernel_options has the key 1, expected a string"),
+    "precision": (
+        {"kernel_options": {"FLOAT32_PRECISION": "'ieee'"}},
+        r"""kernel_options\['FLOAT32_PRECISION'\] is "'ieee'", expected None for float32 inputs""",
+    ),
 }
 
-OF_THE_FORWARD = {"unknown_option", "both_requests", "request"}
+OF_THE_FORWARD = {"unknown_option", "both_requests", "request", "option_type", "precision"}
+# What flex_decoding does not have or allows: query lists, deterministic, reading the operands.
+NOT_OF_DECODING = {name for name in BAD if "quer" in name and name not in ("query_type", "nested")} | {
+    *("mask_columns", "no_q_indices", "list_shapes", "deterministic", "reads_key")
+}
 BAD_GRADIENTS: dict[str, tuple[Arguments, str]] = {
     "dout": ({"dout": torch.zeros(2, 4, 40, 15)}, r"dout has shape \(2, 4, 40, 15\), expected \(2, 4, 40, 16\)"),
     "out": ({"out": None}, "out is None, expected a tensor"),
     "lse": ({"lse": torch.zeros(2, 4, 41)}, r"lse has shape \(2, 4, 41\), expected \(2, 4, 40\)"),
-    "lse_dtype": ({"lse": torch.zeros(2, 4, 40, dtype=torch.int32)}, "lse is int32, expected a floating-point dtype"),
+    "lse_dtype": ({"lse": torch.zeros(2, 4, 40).bfloat16()}, "lse is bfloat16, expected float32 for query in float32"),
+    "dout_dtype": ({"dout": torch.zeros(2, 4, 40, 16).double()}, "dout is float64, expected float32 for query in"),
+    "out_layout": ({"out": torch.zeros(2, 4, 40, 16).to_sparse()}, "out has layout torch.sparse_coo, expected"),
     "dlse": ({"dlse": torch.zeros(2, 4, 40, device="meta")}, "dlse is on meta, expected query's cpu"),
 }
 
@@ -165,6 +224,24 @@ def test_the_error_of_flex_attention_names_the_bad_argument(case: str) -> None:
     with pytest.raises(ValueError, match=f"^flashbwd: {message}"):
         flashbwd.flex_attention(**call)
     assert not BIAS.any()
+
+
+@pytest.mark.parametrize("case", sorted(set(BAD) - NOT_OF_DECODING))
+def test_the_error_of_flex_decoding_names_the_bad_argument(case: str) -> None:
+    change, message = BAD[case]
+    call = good()
+    call |= change(call) if callable(change) else change
+    if case == "list_type":
+        message = "block_mask.kv_indices is a list, expected a tensor"
+    with pytest.raises(ValueError, match=f"^flashbwd: {message}"):
+        flashbwd.flex_decoding(**call)
+    assert not BIAS.any()
+
+
+def test_a_number_of_numpy_is_a_scale() -> None:
+    scale = numpy.float32(0.125)
+    outs = [flashbwd.flex_attention(**good(), scale=value) for value in (scale, 0.125)]
+    assert torch.equal(outs[0], outs[1])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", [flashbwd.flex_attention_backward, flashbwd.plan_flex_attention_backward])

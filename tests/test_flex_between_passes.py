@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flashbwd
 
 SHAPE = Shape(seqlen_q=24, seqlen_k=24)
 Attention = Callable[..., Any]
 FUNCTIONS = pytest.mark.parametrize("attention", [flashbwd.flex_attention, flashbwd.flex_decoding])
+LENGTH = 24
 ASSIGNED = "reads a variable or an attribute that was assigned between the forward and the backward"
 
 
@@ -157,15 +159,118 @@ def test_an_object_may_make_its_tensors_in_each_call(attention: Attention) -> No
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("again", [lambda x: x.view(4), lambda x: x.detach()], ids=["view", "detached"])
-def test_a_trained_tensor_may_not_become_another_of_the_same_memory(attention: Attention, again: Any) -> None:
-    """Its gradient would be lost."""
+def test_a_trained_tensor_may_not_become_one_without_a_gradient(attention: Attention) -> None:
     rates, scale = torch.ones(4, requires_grad=True), Scale()
     scale.tensor = rates.view(4)
     out = attention(*inputs(), lambda s, b, h, q, k: s * scale.tensor[h], enable_gqa=True)
-    scale.tensor = again(rates)
+    scale.tensor = rates.detach()
     with pytest.raises(RuntimeError, match=f"score_mod {ASSIGNED}"):
         out.sum().backward()
+
+
+@FUNCTIONS
+def test_each_forward_may_make_a_view_of_a_parameter(attention: Attention) -> None:
+    """Sharded training assigns them to the attributes of a module."""
+    rates, scale, given = torch.ones(4, requires_grad=True), Scale(), inputs()
+    twice = torch.zeros((), dtype=torch.float64)
+    for _ in range(2):
+        scale.tensor = rates.view(4)
+        twice = twice + attention(*given, lambda s, b, h, q, k: s * scale.tensor[h], enable_gqa=True).sin().sum()
+    once = attention(*given, lambda s, b, h, q, k: s * rates[h], enable_gqa=True).sin().sum()
+    torch.testing.assert_close(torch.autograd.grad(twice, rates), torch.autograd.grad(2 * once, rates))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("makes", ["in the first call", "cached by a parametrization"])
+def test_a_table_that_score_mod_makes_and_keeps_gets_its_gradient(attention: Attention, makes: str) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.linspace(0, 1, 4))
+            self.kept: Tensor | None = None
+
+        def table(self) -> Tensor:
+            if self.kept is None:
+                self.kept = self.weight.exp()
+            return self.kept
+
+    class Exponential(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp()
+
+    layer, given = Layer(), inputs()
+    want = attention(*given, lambda s, b, h, q, k: s * layer.weight[h].exp(), enable_gqa=True).sin().sum()
+    (expected,) = torch.autograd.grad(want, layer.weight)
+    if makes == "in the first call":
+        attention(*given, lambda s, b, h, q, k: s * layer.table()[h], enable_gqa=True).sin().sum().backward()
+        got = layer.weight.grad
+    else:
+        torch.nn.utils.parametrize.register_parametrization(layer, "weight", Exponential(), unsafe=True)
+        with torch.nn.utils.parametrize.cached():
+            attention(*given, lambda s, b, h, q, k: s * layer.weight[h], enable_gqa=True).sin().sum().backward()
+        got = layer.parametrizations.weight.original.grad  # type: ignore[union-attr]
+    torch.testing.assert_close(got, expected)
+
+
+@FUNCTIONS
+def test_a_trained_tensor_of_a_mask_may_not_be_written_before_the_backward(attention: Attention) -> None:
+    limits = torch.nn.Parameter(torch.full((24,), 3.0))
+    mask = kit.block_mask(lambda b, h, q, k: q - k <= limits[q], SHAPE, block=8)
+    out = attention(*inputs(), block_mask=mask, enable_gqa=True)
+    with torch.no_grad():
+        limits.sub_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@FUNCTIONS
+def test_a_backward_frees_the_tensors_that_score_mod_captures(attention: Attention) -> None:
+    weight, given = torch.zeros(4, requires_grad=True), inputs()
+
+    def attend() -> tuple[Tensor, weakref.ref[Tensor]]:
+        scales = weight.exp()
+        return attention(*given, lambda s, b, h, q, k: s * scales[h], enable_gqa=True), weakref.ref(scales)
+
+    out, scales = attend()
+    out.sin().sum().backward(retain_graph=True)
+    assert scales() is not None
+    out.cos().sum().backward()
+    assert scales() is None
+
+
+@FUNCTIONS
+def test_a_selective_checkpoint_repeats_a_first_call(attention: Attention) -> None:
+    """The first call checks its function and its mask, which a repeated one does not."""
+    bias, (q, k, v) = torch.zeros(24, requires_grad=True), inputs()
+    mask = causal(lambda: 0)
+
+    def layer(x: Tensor) -> Tensor:
+        out = attention(x, k, v, lambda s, b, h, q, k: s + bias[k] * 2, mask, enable_gqa=True)
+        return (x + out * 3).sum(-1)
+
+    def kept(*_: Any) -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList])
+
+    got = checkpoint(layer, q, use_reentrant=False, context_fn=kept).sin().sum()
+    plain = layer(q).sin().sum()
+    torch.testing.assert_close(torch.autograd.grad(got, (q, bias)), torch.autograd.grad(plain, (q, bias)))
+
+
+@FUNCTIONS
+def test_batched_gradients_are_refused(attention: Attention) -> None:
+    q, k, v = inputs()
+    out = attention(q, k, v, enable_gqa=True)
+    with pytest.raises(RuntimeError, match=f"flashbwd: {attention.__name__}_backward has no batching rule"):  # type: ignore[attr-defined]
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
+
+
+@FUNCTIONS
+def test_a_compiled_function_runs_as_it_was_written(attention: Attention) -> None:
+    bias, given = torch.randn(4, 2 * 24, dtype=torch.float64), inputs()
+    mod = lambda s, b, h, q, k: s + bias[h, q - k + LENGTH - 1]  # noqa: E731
+    want = attention(*given, mod, enable_gqa=True)
+    got = attention(*given, torch.compile(mod, backend="eager"), enable_gqa=True)
+    torch.testing.assert_close(got, want)
 
 
 @FUNCTIONS

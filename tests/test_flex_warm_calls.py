@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 import flashbwd
-from flashbwd.flex import arguments, backends, check, modifications
+from flashbwd.flex import backends, block_mask_checks, check, modifications
 from flashbwd.flex.kernel_lists import KernelLists
 from flashbwd.flex.tile import Tile
 from flashbwd.mods.captures import Recent
@@ -33,7 +33,8 @@ def operands(seed: int = 0) -> dict[str, Tensor]:
 def captured(mod: Any, values: dict[str, Tensor] | None = None, with_score: bool = True) -> list[int]:
     """The ids of the tensors that a call finds."""
     name = "score_mod" if with_score else "mask_mod"
-    found = modifications.captured_of(name, mod, with_score, values or operands(), torch.float32)
+    of_call = (torch.device("cpu"), torch.float32, values or operands())
+    found = modifications.captured_of(name, mod, with_score, *of_call)
     return [id(tensor) for tensor in found.tensors]
 
 
@@ -171,8 +172,8 @@ def test_gradients_follow_a_tensor_that_begins_to_require_one() -> None:
 def test_a_known_block_mask_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = causal()
     attend(mask)
-    monkeypatch.setattr(arguments, "check_block_mask", lambda *_: pytest.fail("checked again"))
-    monkeypatch.setattr(arguments, "check_lists", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(block_mask_checks, "check_block_mask", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(block_mask_checks, "check_lists", lambda *_: pytest.fail("read again"))
     attend(mask)
 
 

@@ -13,9 +13,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
-from flashbwd._autograd import refuse_to_differentiate, transforms_are_active
+from flashbwd._autograd import differentiable_once, is_last_backward, refuse_batched, transforms_are_active
 from flashbwd._eager import untraced
 from flashbwd.flex import arguments, backends
+from flashbwd.flex.block_mask_checks import check_query_lists
 from flashbwd.flex.check import check_call
 from flashbwd.flex.forward import forward
 from flashbwd.flex.gradients import gradients
@@ -115,19 +116,23 @@ def flex_attention(
         float64 inputs), and the indices are int32 on a GPU and int64 on a CPU. It may read captured tensors, which get
         gradients if they require them. It writes to nothing.
     block_mask : BlockMask, optional
-        Its block lists select the blocks; its ``mask_mod`` decides in partial blocks only. A query or key whose
-        blocks are in neither list may hold anything, NaN too.
+        Its block lists select the blocks; its ``mask_mod`` decides in partial blocks only. ``q_indices`` and
+        ``full_q_indices`` list the same blocks as those of keys. A query or key whose blocks are in neither list may
+        hold anything, NaN too.
     scale : float, optional
         Default ``D ** -0.5``.
     enable_gqa : bool
         Allow H to be a multiple of Hkv.
     return_lse : bool
-        Also return the natural log-sum-exp of each row, which has a gradient too.
+        Also return the natural log-sum-exp of each row, which has a gradient too. Inductor refuses it if it compiles
+        for a CPU.
     kernel_options : mapping, optional
-        Options of PyTorch's forward kernel.
+        Options of PyTorch's ``flex_attention``. ``PRESCALE_QK`` (scale query instead of the scores) and
+        ``ROWS_GUARANTEED_SAFE`` (no row is fully masked) apply everywhere, those that tune a kernel only to
+        PyTorch's forward on a GPU.
     return_aux : AuxRequest, optional
         Return ``(out, AuxOutput(lse, max_scores))``, with ``None`` for a field that was not requested. Not together
-        with ``return_lse``. ``max_scores`` has no gradient. Inductor refuses both if it compiles for a CPU.
+        with ``return_lse``. ``max_scores`` has no gradient.
     deterministic : bool
         Require gradients with equal bits in every run. ``torch.use_deterministic_algorithms(True)`` implies it. In a
         compiled model it applies to backwards that this library computes (:func:`flashbwd.enable`).
@@ -142,7 +147,8 @@ def flex_attention(
     Raises
     ------
     ValueError
-        If an argument is invalid. The message names the argument, its value and what was expected.
+        If an argument is invalid. The message names the argument, its value and what was expected. Inside
+        ``torch.compile``, PyTorch checks the arguments instead.
     RuntimeError
         If ``score_mod`` or ``mask_mod`` raises.
     """
@@ -155,7 +161,7 @@ def flex_attention(
         options = {"kernel_options": kernel_options, "return_aux": AuxRequest(lse=True) if return_lse else return_aux}
         results = pytorch_flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa, **options)
         return (results[0], results[1].lse) if return_lse else results
-    arguments.check_types(
+    scale = arguments.check_types(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux
     )
     need_max_scores = return_aux is not None and return_aux.max_scores
@@ -216,11 +222,11 @@ def flex_attention_backward(
     RuntimeError
         If ``score_mod`` or ``mask_mod`` raises.
     """
-    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
+    scale = arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
     call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
-        arguments.check_query_lists(block_mask)
+        check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     dq, dk, dv, found = gradients(call, query, key, value, out, lse, dout, dlse, captured, order)
@@ -251,11 +257,11 @@ def plan_flex_attention_backward(
     ValueError
         As :func:`flex_attention_backward`.
     """
-    arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
+    scale = arguments.check_types(query, key, value, score_mod, block_mask, scale, enable_gqa, False, None, None)
     _arguments.flag("deterministic", deterministic)
     call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, None)
     if block_mask is not None:
-        arguments.check_query_lists(block_mask)
+        check_query_lists(block_mask)
     arguments.check_results(query, value, {"dout": dout, "out": out}, {"lse": lse, "dlse": dlse})
     order = _requires_order(deterministic)
     try:
@@ -295,7 +301,7 @@ def _attend(
     call, captured = check_call(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options)
     wants_gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, *captured))
     if wants_gradients and block_mask is not None:
-        arguments.check_query_lists(block_mask)
+        check_query_lists(block_mask)
     if not wants_gradients or transforms_are_active():
         return forward(call, kernel_options, need_max_scores, query, key, value)
     options = (kernel_options, need_max_scores, _requires_order(deterministic))
@@ -329,21 +335,17 @@ class _FlexAttention(torch.autograd.Function):
         ctx.reads = Reads(call.score_mod, call.block_mask, query)
         # score_mod reads these tensors themselves, not what a saved-tensor hook makes of them.
         ctx.captured = list(captured)
-        # The backward reads these again. Autograd raises an error if they were written to in between.
-        checked = [t.detach() for t in ctx.reads.tensors() if not (t.requires_grad or t.is_inference())]
-        ctx.save_for_backward(query, key, value, out, lse, *captured, *checked)
+        ctx.save_for_backward(query, key, value, out, lse, *captured, *ctx.reads.besides(captured))
         ctx.set_materialize_grads(False)
         return out, lse, max_scores
 
     @staticmethod
+    @differentiable_once("flex_attention_backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
+        refuse_batched("flex_attention_backward", (dout, dlse))
         query, key, value, out, lse, *_ = ctx.saved_tensors
-        ctx.reads.check(query)
-        dq, dk, dv, found = gradients(
-            ctx.call, query, key, value, out, lse, dout, dlse, ctx.captured, ctx.deterministic
-        )
-        grads = [dq, dk, dv, *found]
-        if torch.is_grad_enabled():  # create_graph=True
-            read = [t for t in (dout, dlse, query, key, value, *ctx.captured) if t is not None and t.requires_grad]
-            grads = list(refuse_to_differentiate("flex_attention_backward", grads, read))
-        return None, None, None, None, *grads
+        captured = ctx.reads.now(query, ctx.captured)
+        dq, dk, dv, found = gradients(ctx.call, query, key, value, out, lse, dout, dlse, captured, ctx.deterministic)
+        if is_last_backward():
+            ctx.call = ctx.reads = ctx.captured = None  # they hold tensors
+        return None, None, None, None, dq, dk, dv, *found

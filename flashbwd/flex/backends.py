@@ -216,7 +216,8 @@ def choose(
         Use the kernels of the build for a softcap, ALiBi and a bias. Otherwise every score_mod is compiled at run time.
     """
     if not query.is_cuda:
-        raise UnsupportedError("query is on the CPU")
+        place = "the CPU" if query.device.type == "cpu" else str(query.device)
+        raise UnsupportedError(f"query is on {place}")
     if backend_option() == "reference":
         raise UnsupportedError('use_backend("reference") is in effect')
     if call.prescale:

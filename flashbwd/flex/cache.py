@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from flashbwd.flex import diagonal
@@ -20,10 +21,10 @@ from flashbwd.flex.lists import key_block_lists
 from flashbwd.flex.tile import Tile
 from flashbwd.reference.decoding import DecodingCall
 
-__all__ = ["keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "version_of"]
+__all__ = ["address_of", "keep_for_graph", "kept", "kernel_lists_maker", "kernel_lists_of", "version_of"]
 
 _Value = TypeVar("_Value")
-_State = tuple["weakref.ref[Tensor]", int, torch.Size]  # a tensor, its version and its shape
+_State = tuple["weakref.ref[Tensor]", int, int, torch.Size]  # a tensor, its version, its address and its shape
 
 _known: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[list[_State], Any, Any]]] = weakref.WeakKeyDictionary()
 # A replayed graph reads its lists by address, and nothing says when a graph is destroyed: they are never freed.
@@ -45,7 +46,7 @@ def kept(
     if found is not None and found[1] == others and _is_state_of(found[0], read):
         return cast(_Value, found[2])
     # Not id(tensor): another tensor may get the id of one that was freed.
-    state = [(weakref.ref(tensor), version_of(tensor), tensor.shape) for tensor in read]
+    state = [(weakref.ref(tensor), version_of(tensor), address_of(tensor), tensor.shape) for tensor in read]
     value = make()
     entries[key] = (state, others, value)
     return value
@@ -59,10 +60,17 @@ def version_of(tensor: Tensor) -> int:
 def _is_state_of(state: list[_State], tensors: list[Tensor]) -> bool:
     if len(state) != len(tensors):
         return False
-    for (known, version, shape), tensor in zip(state, tensors, strict=True):
+    for (known, version, address, shape), tensor in zip(state, tensors, strict=True):
         if known() is not tensor or version != version_of(tensor) or shape != tensor.shape:
             return False
+        if address != address_of(tensor):
+            return False
     return True
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return where the elements of a tensor are, which an assignment to ``tensor.data`` changes without a write."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, Parameter) else 0
 
 
 _lists_of_mask = operator.attrgetter(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flashbwd.flex import arguments
+from flashbwd._autograd import hidden_from_modes
+from flashbwd.flex import arguments, block_mask_checks
 from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.modifications import captured_of
 from flashbwd.mods.reading import Reading
@@ -31,16 +32,22 @@ def check_call(
     kernel_options: Mapping[str, Any] | None,
 ) -> tuple[DecodingCall, list[Tensor]]:
     """Check everything but types. Return the call, and the captured tensors that require a gradient."""
+    if (score_mod is not None or block_mask is not None) and hasattr(query, "placements"):
+        raise ValueError(
+            "flashbwd: query is a DTensor, expected a Tensor beside score_mod or block_mask, whose indices are local: "
+            "call this with query.to_local(), or flashbwd.integrations.distributed.context_parallel_flex_attention"
+        )
     arguments.check_tensors(query, key, value, enable_gqa)
-    options = arguments.acting_options(kernel_options) if kernel_options else {}
-    operands = {"query": query, "key": key, "value": value}
+    options = arguments.acting_options(kernel_options, query) if kernel_options else {}
+    of_mods = (query.device, accumulator(query.dtype), {"query": query, "key": key, "value": value})
     captured: list[Tensor] = []
     mask_reads = Reading(None, [])
-    if score_mod is not None:
-        captured = captured_of("score_mod", score_mod, True, operands, accumulator(query.dtype)).tensors
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
-        mask_reads = captured_of("mask_mod", block_mask.mask_mod, False, operands, accumulator(query.dtype))
+    with hidden_from_modes():
+        if score_mod is not None:
+            captured = captured_of("score_mod", score_mod, True, *of_mods).tensors
+        if block_mask is not None:
+            _check_block_mask(block_mask, query, key)
+            mask_reads = captured_of("mask_mod", block_mask.mask_mod, False, *of_mods)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,
@@ -56,16 +63,17 @@ def check_call(
 
 def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
     """Check a block mask and its lists, once for each shape of the call."""
+    block_mask_checks.check_sizes(block_mask)
     batch, heads, seqlen_q, _ = query.shape
     lengths = (seqlen_q, key.shape[2])
     capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def check() -> None:
-        arguments.check_block_mask(block_mask, query, key)
+        block_mask_checks.check_block_mask(block_mask, query, key)
         if not capturing:  # a capture can't read the lists
-            arguments.check_lists(block_mask, lengths)
+            block_mask_checks.check_lists(block_mask, lengths)
 
-    of_mask = (tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
+    of_mask = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
     kept(
         block_mask,
         ("checked", capturing, batch, heads, *lengths, query.device, *of_mask),

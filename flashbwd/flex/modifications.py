@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -76,7 +77,14 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return first, first + elements * tensor.element_size()
 
 
-def captured_of(name: str, mod: Mod, with_score: bool, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Reading:
+def captured_of(
+    name: str,
+    mod: Mod,
+    with_score: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    operands: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Reading:
     """Check a modification, and return what it reads, with the tensors that it captures.
 
     It is called on scalars, unless a function with the same key has been checked before.
@@ -85,20 +93,21 @@ def captured_of(name: str, mod: Mod, with_score: bool, operands: Mapping[str, Te
     ----------
     name : str
         "score_mod" or "mask_mod", for error messages.
-    operands : mapping of str to Tensor
-        The operands of the call, by name.
+    device : torch.device
+        Of the call.
     dtype : torch.dtype
         Of the score.
+    operands : mapping of str to Tensor, optional
+        Operands of the call that the function must not read, by name.
 
     Raises
     ------
     ValueError
-        If the function returns another shape or dtype, writes to an argument or a captured tensor, or captures an
-        operand or a tensor on another device.
+        If the function returns another shape, dtype or device, writes to an argument or a captured tensor, or captures
+        an operand or a tensor on another device.
     RuntimeError
         If the function raises.
     """
-    device = operands["query"].device
     captures = Captures(mod)
     key = None if captures.key is None else (captures.key, with_score, dtype, device)
     positions = None if key is None else _known.get(key)
@@ -106,12 +115,16 @@ def captured_of(name: str, mod: Mod, with_score: bool, operands: Mapping[str, Te
         reading = Reading(captures.key, [captures.tensors[position] for position in positions])
     else:
         reading, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
+        if any(tensor.requires_grad for tensor in reading.tensors):
+            # The first call may compute a table and keep it. The next ones, which count, then read the table.
+            reading, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
         found = [captures.position(tensor) for tensor in reading.tensors]
         if key is not None and None not in found and not reads_values:  # a value may decide what is read
             _known.put(key, cast(list[int], found))
             reading = Reading(captures.key, reading.tensors)
     if reading.tensors:
-        _check_captured(name, reading.tensors, operands)
+        _check_devices(name, reading.tensors, device)
+        _check_operands(name, reading.tensors, operands)
     return reading
 
 
@@ -133,11 +146,13 @@ def _call_on_scalars(
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
     except Exception as error:
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
-    _check_result(name, result, with_score)
-    return found.reading(), watch.reads_values
+    reading = found.reading()
+    _check_devices(name, reading.tensors, device)
+    _check_result(name, result, with_score, device)
+    return reading, watch.reads_values
 
 
-def _check_result(name: str, result: Any, with_score: bool) -> None:
+def _check_result(name: str, result: Any, with_score: bool, device: torch.device) -> None:
     expected = "a floating-point score" if with_score else "a bool"
     if not isinstance(result, Tensor):
         raise ValueError(f"flashbwd: {name} returned {_arguments.came(result)}, expected {expected} of shape ()")
@@ -146,14 +161,19 @@ def _check_result(name: str, result: Any, with_score: bool) -> None:
     if not (result.is_floating_point() if with_score else result.dtype == torch.bool):
         dtype = str(result.dtype).removeprefix("torch.")
         raise ValueError(f"flashbwd: {name} returned {dtype}, expected {expected}")
+    if result.device != device:
+        raise ValueError(f"flashbwd: {name} returned a tensor on {result.device}, expected query's {device}")
 
 
-def _check_captured(name: str, captured: list[Tensor], operands: Mapping[str, Tensor]) -> None:
-    device = operands["query"].device
-    by_storage = {operand: _storage(value) for operand, value in operands.items()}
+def _check_devices(name: str, captured: list[Tensor], device: torch.device) -> None:
     for tensor in captured:
         if tensor.device != device:
             raise ValueError(f"flashbwd: {name} captures a tensor on {tensor.device}, expected query's {device}")
+
+
+def _check_operands(name: str, captured: list[Tensor], operands: Mapping[str, Tensor]) -> None:
+    by_storage = {operand: _storage(value) for operand, value in operands.items()}
+    for tensor in captured:
         storage = _storage(tensor)
         for operand, value in operands.items():
             if tensor is value or (storage is not None and storage == by_storage[operand] and _overlap(tensor, value)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,24 +25,38 @@ class Reads:
             (name, mod, reading_of(name, mod, query)) for name, mod in mods.items() if mod is not None
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that the functions capture, and the lists."""
-        return [*(tensor for *_, reading in self._read for tensor in reading.tensors), *self._parts[1:]]
+    def besides(self, captured: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that the functions read, except ``captured``, and the lists, for autograd to save.
 
-    def check(self, query: Tensor) -> None:
-        """Raise RuntimeError if a function reads something else now, or ``block_mask`` has another part."""
+        Autograd raises an error in the backward if one of them was written to.
+        """
+        of_call = set(map(id, captured))
+        read = [*(tensor for *_, reading in self._read for tensor in reading.tensors), *self._parts[1:]]
+        return [t.detach() for t in read if id(t) not in of_call and not t.is_inference()]
+
+    def now(self, query: Tensor, captured: list[Tensor]) -> list[Tensor]:
+        """Return the tensors that the functions read now in place of ``captured``: the same, or equal views of them.
+
+        (Sharded training makes new views of a parameter for each forward.) Raises RuntimeError if a function reads
+        something else now, or ``block_mask`` has another part.
+        """
         now = _parts(self._block_mask)
         if len(now) != len(self._parts) or any(a is not b for a, b in zip(now, self._parts, strict=True)):
             raise RuntimeError(
                 "flashbwd: an attribute of block_mask was assigned between the forward and the backward, expected the "
                 "same mask_mod and lists"
             )
+        views: dict[int, Tensor] = {}
         for name, mod, reading in self._read:
-            if not reading.is_same_as(reading_of(name, mod, query)):
+            new = reading_of(name, mod, query)
+            views |= {id(tensor): view for tensor, view in zip(reading.tensors, new.tensors, strict=False)}
+            if not reading.is_same_as(new):
                 raise RuntimeError(
                     f"flashbwd: {name} reads a variable or an attribute that was assigned between the forward and the "
-                    "backward, expected the same value (a default argument, as in n=n, keeps it)"
+                    "backward, expected the same value (a default argument, as in n=n, keeps it; a parametrization "
+                    "such as weight_norm assigns its result in each forward)"
                 )
+        return [views.get(id(tensor), tensor) for tensor in captured]
 
 
 def _parts(block_mask: Any) -> list[Any]:

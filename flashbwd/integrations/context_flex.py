@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask
 
 from flashbwd import _arguments
+from flashbwd._autograd import differentiable_once
 from flashbwd.flex import arguments
 from flashbwd.flex.attention import flex_attention
+from flashbwd.flex.block_mask_checks import check_lists
 from flashbwd.flex.cache import kept
 from flashbwd.flex.check import check_call
 from flashbwd.integrations.context_parallel import (
@@ -93,7 +94,7 @@ def split_block_mask(mesh: DeviceMesh, block_mask: BlockMask) -> BlockMaskSplit:
     lengths = (block_mask.seq_lengths[0], block_mask.seq_lengths[1])
     if lengths[0] != lengths[1]:
         raise ValueError(f"flashbwd: block_mask was made for lengths {lengths}, expected as many queries as keys")
-    arguments.check_lists(block_mask, lengths)
+    check_lists(block_mask, lengths)
     total, (queries, keys) = lengths[0], block_mask.BLOCK_SIZE
     states = block_states(block_mask, total)
     listed = (states > 0).flatten(0, 1).cpu()
@@ -216,7 +217,9 @@ def context_parallel_flex_attention(
             f"flashbwd: split is {_arguments.came(split)}, expected a BlockMaskSplit from split_block_mask"
         )
     mask = split.block_mask
-    arguments.check_types(query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, None)
+    scale = arguments.check_types(
+        query, key, value, score_mod, mask, scale, enable_gqa, return_lse, kernel_options, None
+    )
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4:
             raise ValueError(f"flashbwd: {name} has {tensor.dim()} dimensions, expected 4: (batch, heads, rows, dim)")
@@ -258,7 +261,7 @@ class _KeysOfOthers(torch.autograd.Function):
         return keys, values
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("context_parallel_flex_attention_backward")
     def backward(ctx: Any, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
         work = ctx.split._exchange
         grads = torch.cat([dkey, dvalue], dim=-1).transpose(1, 2)  # (B, keys, Hkv, D + Dv)

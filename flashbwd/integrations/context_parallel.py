@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashbwd import _arguments
+from flashbwd._autograd import differentiable_once
 from flashbwd.attention import attention, attention_backward
 from flashbwd.integrations.context_plan import Call, Plan, Range, plan
 from flashbwd.integrations.context_split import ContextSplit, RowSplit, check_rows
@@ -126,7 +126,7 @@ class _ContextParallel(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("context_parallel_attention_backward")
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         split, options = ctx.split, ctx.options

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from flashbwd.flex.cache import address_of
+
 __all__ = ["FLEX_NAME", "NAME", "OncePerTensor"]
 
 #: The value of ``attn_implementation`` that selects :func:`flashbwd.attention`.
@@ -33,7 +35,7 @@ class OncePerTensor:
     def __call__(self, tensor: Tensor, *args: Any) -> Any:
         if tensor.is_inference():
             return self._function(tensor, *args)
-        key = (tensor._version, *args)
+        key = (tensor._version, address_of(tensor), *args)
         if self._last is not None and self._last[0]() is tensor and self._last[1] == key:
             return self._last[2]
         result = self._function(tensor, *args)

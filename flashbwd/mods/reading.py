@@ -47,10 +47,15 @@ class Reading:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same, or views of the same memory that get no gradient."""
-    if one is other or one.requires_grad or other.requires_grad:
-        return one is other
-    if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+    """Return whether two tensors are the same, or equal views of the same memory."""
+    if one is other:
+        return True
+    if (one.dtype, one.shape, one.device, one.requires_grad) != (
+        other.dtype,
+        other.shape,
+        other.device,
+        other.requires_grad,
+    ):
         return False
     try:
         return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from flashbwd._autograd import hidden_from_modes
 from flashbwd._ops import library
 from flashbwd.mods.kernels import Tile, compiled_modification, known_modification
 from flashbwd.reference.decoding import Blocks, DecodingCall, block_states
@@ -118,7 +119,8 @@ def run_kernel(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor, ex
         head_dim, rows, warps, aligned = torch.ops.flashbwd.decoding_tile(query, key, value)
         tile = Tile(head_dim, rows, warps, query.dtype, aligned, query.device.index)
         mask_mod = None if block_mask is None else block_mask.mask_mod
-        modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
+        with hidden_from_modes():
+            modification, captured = compiled_modification(call.score_mod, mask_mod, tile)
         number = modification.number
     if block_mask is not None:
         mask = _lists(block_mask, group, key.shape[2]) or [block_states(block_mask, key.shape[2]).contiguous()]

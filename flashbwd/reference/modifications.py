@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -172,8 +173,15 @@ def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
 
 
 def result_of(mod: Mod, *args: Tensor) -> Tensor:
-    """Call a modification. A captured tensor that is its result counts as read, for the modes of this module."""
-    result = mod(*args)
+    """Call a modification. A captured tensor that is its result counts as read, for the modes of this module.
+
+    Functions that ``torch.compile`` made run as they were written: Dynamo would trace the modes too.
+    """
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        with torch.compiler.set_stance("force_eager"):
+            result = mod(*args)
+    else:
+        result = mod(*args)
     return result.view(()) if isinstance(result, Tensor) and result.dim() == 0 else result
 
 

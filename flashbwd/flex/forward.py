@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import flex_attention as pytorch_flex_attention
 
-from flashbwd._autograd import transforms_are_active
+from flashbwd._autograd import hidden_from_modes, transforms_are_active
 from flashbwd.flex import arguments
+from flashbwd.flex.uniform_lists import with_uniform_lists
 from flashbwd.mods.captures import Captures
 from flashbwd.mods.in_graph import shaped_like_query
 from flashbwd.reference.decoding import DecodingCall, accumulator, decoding_forward
@@ -53,11 +54,13 @@ def _compiled_forward(
     from torch._dynamo import config
 
     compiled: Any = torch.compile(_pytorchs_forward, dynamic=None)
+    with hidden_from_modes():
+        block_mask = None if call.block_mask is None else with_uniform_lists(call.block_mask)
     attempt = _attempts.get(_kind(call, query, value), 0) if _attempts else 0  # the key takes time
     while True:
         stages = _STAGES[attempt]
         given = options if stages is None else options | {"num_stages": stages}
-        rest = (call.score_mod, call.block_mask, call.scale, given, need_max_scores)
+        rest = (call.score_mod, block_mask, call.scale, given, need_max_scores)
         try:
             # PyTorch's limit of 8 versions of a function would run the ninth score_mod unfused, which ignores lists.
             with config.patch(recompile_limit=2**31 - 1, accumulated_recompile_limit=2**31 - 1):

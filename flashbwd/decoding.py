@@ -31,7 +31,7 @@ from flashbwd.mods.kernels import NoKernelError
 from flashbwd.mods.run import kernel_refusal, run_at_once, run_kernel
 from flashbwd.reference.decoding import DecodingCall, decoding_forward
 from flashbwd.reference.decoding_backward import decoding_backward
-from flashbwd.reference.modifications import Mod, accumulator, captured_tensors
+from flashbwd.reference.modifications import Mod, accumulator
 
 __all__ = ["flex_decoding"]
 
@@ -128,9 +128,6 @@ def flex_decoding(
     arguments.check_tensors(query, key, value, enable_gqa)
     if block_mask is not None:
         check_block_mask(block_mask, query, key, of_queries=False)
-    if not is_dynamo_compiling() and not transforms_are_active():
-        with hidden_from_modes():
-            _check_functions(query, key, score_mod, block_mask)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,
@@ -145,17 +142,6 @@ def flex_decoding(
     return (out, lse) if return_lse else out
 
 
-def _check_functions(query: Tensor, key: Tensor, score_mod: Mod | None, block_mask: BlockMask | None) -> None:
-    """Check what score_mod and mask_mod return and write to, and lists that the host can read without waiting."""
-    of_call = (query.device, accumulator(query.dtype))
-    if score_mod is not None:
-        captured_of("score_mod", score_mod, True, *of_call)
-    if block_mask is not None:
-        captured_of("mask_mod", block_mask.mask_mod, False, *of_call)
-        if query.device.type == "cpu":
-            check_lists(block_mask, (query.shape[2], key.shape[2]), of_queries=False)
-
-
 # ---- the computation ----
 
 
@@ -165,8 +151,10 @@ def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tu
     if not torch.is_grad_enabled() or transforms_are_active():  # transforms differentiate the reference
         return _forward(call, query, key, value)[:3]
     captured = []
-    if query.numel() and key.numel():
-        captured = captured_tensors(call.score_mod, query.device, accumulator(query.dtype))
+    if call.score_mod is not None and query.numel() and key.numel():
+        with hidden_from_modes():
+            reading = captured_of("score_mod", call.score_mod, True, query.device, accumulator(query.dtype))
+        captured = [tensor for tensor in reading.tensors if tensor.requires_grad]
     if not captured and not any(tensor.requires_grad for tensor in (query, key, value)):
         return _forward(call, query, key, value)[:3]
     return _FlexDecoding.apply(call, query, key, value, *captured)
@@ -194,8 +182,22 @@ def _forward(
                 return out, lse, largest, rest[0] if rest else out
             except NoKernelError as reason:
                 _warn_once(f"flashbwd: flex_decoding falls back to its slow reference: {reason}")
+        if not by_operators:
+            with hidden_from_modes():
+                _check_modifications(call, query, key)
         out, lse, largest = decoding_forward(call, query, key, value)
     return shaped_like_query(query, value.shape[3]).copy_(out), lse, largest, out
+
+
+def _check_modifications(call: DecodingCall, query: Tensor, key: Tensor) -> None:
+    """Check what the reference does not: results and writes of the functions, and lists that are not on a GPU."""
+    of_call = (query.device, accumulator(query.dtype))
+    if call.score_mod is not None:
+        captured_of("score_mod", call.score_mod, True, *of_call)
+    if call.block_mask is not None:
+        captured_of("mask_mod", call.block_mask.mask_mod, False, *of_call)
+        if query.device.type == "cpu":
+            check_lists(call.block_mask, (query.shape[2], key.shape[2]), of_queries=False)
 
 
 def _backward(

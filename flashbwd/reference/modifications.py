@@ -1,4 +1,4 @@
-"""Calls score_mod and mask_mod: on scalars, to find the tensors that they capture, and vectorised over indices."""
+"""Calls score_mod and mask_mod: on scalars, in modes that find what they capture, and vectorised over indices."""
 
 from __future__ import annotations
 
@@ -150,16 +150,6 @@ def scalars(device: torch.device, dtype: torch.dtype | None) -> list[Tensor]:
     """Return arguments for a call on scalars: a score of this dtype, except for None, and four indices."""
     score = [] if dtype is None else [torch.zeros((), device=device, dtype=dtype)]
     return [*score, *torch.zeros(4, device=device, dtype=index_dtype(device)).unbind()]
-
-
-def captured_tensors(score_mod: Mod | None, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Find the tensors that ``score_mod`` captures and that require a gradient, by calling it once on scalars."""
-    if score_mod is None:
-        return []
-    arguments = scalars(device, dtype)
-    with torch.enable_grad(), without_hooks(), CapturedTensors(arguments) as found:
-        run_mod("score_mod", functools.partial(result_of, score_mod), *arguments)
-    return [tensor for tensor in found.captured.values() if tensor.requires_grad]
 
 
 def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -124,8 +123,18 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in IN_16_BITS else dtype
 
 
+def _as_written(mod: Mod) -> Mod:
+    """Return the function of which ``torch.compile`` made this one, if it did.
+
+    Dynamo would trace the modes of this module too. If it breaks a graph in one of them, torch 2.11 computes other
+    indices.
+    """
+    return getattr(mod, "_torchdynamo_orig_callable", mod)
+
+
 def unrounded(mod: Mod) -> Mod:
     """Return a modification that does not round values in 16 bits."""
+    mod = _as_written(mod)
 
     def call(*args: Tensor) -> Tensor:
         with Unrounded():
@@ -163,15 +172,8 @@ def run_mod(name: str, mod: Mod, *args: Tensor) -> Tensor:
 
 
 def result_of(mod: Mod, *args: Tensor) -> Tensor:
-    """Call a modification. A captured tensor that is its result counts as read, for the modes of this module.
-
-    Functions that ``torch.compile`` made run as they were written: Dynamo would trace the modes too.
-    """
-    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
-        with torch.compiler.set_stance("force_eager"):
-            result = mod(*args)
-    else:
-        result = mod(*args)
+    """Call a modification. A captured tensor that is its result counts as read, for the modes of this module."""
+    result = _as_written(mod)(*args)
     return result.view(()) if isinstance(result, Tensor) and result.dim() == 0 else result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,6 +87,7 @@ def refuse_to_differentiate(name: str, results: Sequence[Tensor], inputs: Sequen
 def differentiable_once(name: str) -> Callable[[Rule], Rule]:
     """Decorate the ``backward`` of an autograd Function so that differentiating the gradients of ``name`` raises.
 
+    The function gets ``ctx``, what it saved, and the gradients: a checkpoint lets a backward read that only once.
     PyTorch's ``once_differentiable`` raises only where a derivative reaches the gradients by ``backward()``;
     ``torch.autograd.grad`` then leaves their part out.
     """
@@ -94,11 +95,12 @@ def differentiable_once(name: str) -> Callable[[Rule], Rule]:
     def decorate(backward: Rule) -> Rule:
         @functools.wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
             with torch.no_grad():
-                found = backward(ctx, *grads)
+                found = backward(ctx, saved, *grads)
             if not torch.is_grad_enabled():
                 return tuple(found)
-            read = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+            read = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
             refused = iter(refuse_to_differentiate(name, [t for t in found if t is not None], read))
             return tuple(None if t is None else next(refused) for t in found)
 
@@ -124,13 +126,25 @@ def refuse_batched(name: str, grads: Sequence[Tensor | None]) -> None:
 def hidden_from_modes() -> AbstractContextManager[Any]:
     """Hide operators from the caller's dispatch modes, for computations that only the first call makes.
 
-    A selective checkpoint counts the operators of its forward, and expects the same ones when it repeats it.
+    A selective checkpoint counts the operators of its forward, and expects the same ones when it repeats it. Dynamo
+    compiles nothing while such a mode is active; without it, it would begin to, within functions that are not for it.
     """
     keys = torch._C._TorchDispatchModeKey
     needed = (keys.FAKE, keys.FUNCTIONAL, keys.PROXY)
     if not torch._C._len_torch_dispatch_stack() or any(torch._C._get_dispatch_mode(key) for key in needed):
         return nullcontext()
-    return _disable_current_modes()
+    return _without_modes()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    set_callback = torch._C._dynamo.eval_frame.set_eval_frame  # of this thread
+    before = set_callback(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        set_callback(before)
 
 
 def transforms_are_active() -> bool:

@@ -22,6 +22,7 @@ from flashbwd._autograd import (
 )
 from flashbwd.flex import arguments
 from flashbwd.flex.block_mask_checks import check_block_mask, check_lists
+from flashbwd.flex.cache import kept, tensors_of
 from flashbwd.flex.modifications import captured_of
 from flashbwd.flex.reads import Reads
 from flashbwd.integrations.distributed import decode_shards
@@ -148,14 +149,13 @@ def flex_decoding(
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if torch.compiler.is_compiling():  # the compiler derives the gradients of the traced graph
         return _forward(call, query, key, value)[:3]
-    if not torch.is_grad_enabled() or transforms_are_active():  # transforms differentiate the reference
+    if transforms_are_active():  # they differentiate the reference
         return _forward(call, query, key, value)[:3]
+    wants_gradients, on_reference = torch.is_grad_enabled(), bool(kernel_refusal(query, key, value))
     captured = []
-    if call.score_mod is not None and query.numel() and key.numel():
-        with hidden_from_modes():
-            reading = captured_of("score_mod", call.score_mod, True, query.device, accumulator(query.dtype))
-        captured = [tensor for tensor in reading.tensors if tensor.requires_grad]
-    if not captured and not any(tensor.requires_grad for tensor in (query, key, value)):
+    if query.numel() and key.numel() and (wants_gradients or on_reference):
+        captured = _check_functions(call, query, key, on_reference)
+    if not wants_gradients or not any(tensor.requires_grad for tensor in (query, key, value, *captured)):
         return _forward(call, query, key, value)[:3]
     return _FlexDecoding.apply(call, query, key, value, *captured)
 
@@ -182,22 +182,29 @@ def _forward(
                 return out, lse, largest, rest[0] if rest else out
             except NoKernelError as reason:
                 _warn_once(f"flashbwd: flex_decoding falls back to its slow reference: {reason}")
-        if not by_operators:
-            with hidden_from_modes():
-                _check_modifications(call, query, key)
+                _check_functions(call, query, key, on_reference=True)
         out, lse, largest = decoding_forward(call, query, key, value)
     return shaped_like_query(query, value.shape[3]).copy_(out), lse, largest, out
 
 
-def _check_modifications(call: DecodingCall, query: Tensor, key: Tensor) -> None:
-    """Check what the reference does not: results and writes of the functions, and lists that are not on a GPU."""
+def _check_functions(call: DecodingCall, query: Tensor, key: Tensor, on_reference: bool) -> list[Tensor]:
+    """Check score_mod, and return the captured tensors that require a gradient.
+
+    On the reference, check what it does not: the function of the mask, and lists that are not on a GPU.
+    """
     of_call = (query.device, accumulator(query.dtype))
-    if call.score_mod is not None:
-        captured_of("score_mod", call.score_mod, True, *of_call)
-    if call.block_mask is not None:
-        captured_of("mask_mod", call.block_mask.mask_mod, False, *of_call)
-        if query.device.type == "cpu":
-            check_lists(call.block_mask, (query.shape[2], key.shape[2]), of_queries=False)
+    captured: list[Tensor] = []
+    mask = call.block_mask
+    with hidden_from_modes():
+        if call.score_mod is not None:
+            captured = captured_of("score_mod", call.score_mod, True, *of_call).tensors
+        if on_reference and mask is not None:
+            captured_of("mask_mod", mask.mask_mod, False, *of_call)
+            if query.device.type == "cpu":
+                lengths = (query.shape[2], key.shape[2])
+                check = functools.partial(check_lists, mask, lengths, of_queries=False)
+                kept(mask, ("checked lists of keys", *lengths, tuple(mask.BLOCK_SIZE)), tensors_of(mask), check)
+    return [tensor for tensor in captured if tensor.requires_grad]
 
 
 def _backward(
@@ -239,15 +246,17 @@ class _FlexDecoding(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("flex_decoding_backward")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         refuse_batched("flex_decoding_backward", (dout, dlse))
-        query, key, value, out, lse, *_ = ctx.saved_tensors
-        captured, call = ctx.reads.now(query, ctx.captured), ctx.call
-        if is_last_backward():
-            ctx.call = ctx.reads = ctx.captured = None  # they hold tensors
+        query, key, value, out, lse = saved[:5]
+        captured = ctx.reads.now(query, ctx.captured)
         inputs = (query, key, value, *captured)
         if query.numel() == 0 or key.numel() == 0 or (dout is None and dlse is None):
             return None, *(torch.zeros_like(tensor) for tensor in inputs)
-        dq, dk, dv, dcaptured = _backward(call, query, key, value, out, lse, dout, dlse, captured)
+        dq, dk, dv, dcaptured = _backward(ctx.call, query, key, value, out, lse, dout, dlse, captured)
+        if is_last_backward():
+            ctx.call = ctx.reads = ctx.captured = None  # they hold tensors
         grads = (dq, dk, dv, *dcaptured)
         return None, *(grad.to(tensor.dtype) for grad, tensor in zip(grads, inputs, strict=True))

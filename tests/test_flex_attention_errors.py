@@ -238,6 +238,11 @@ def test_the_error_of_flex_decoding_names_the_bad_argument(case: str) -> None:
     assert not BIAS.any()
 
 
+def test_a_block_size_may_be_a_list() -> None:
+    outs = [flashbwd.flex_attention(**good(), block_mask=causal(**change)) for change in ({}, {"BLOCK_SIZE": [16, 16]})]
+    assert torch.equal(outs[0], outs[1])  # type: ignore[arg-type]
+
+
 def test_a_number_of_numpy_is_a_scale() -> None:
     scale = numpy.float32(0.125)
     outs = [flashbwd.flex_attention(**good(), scale=value) for value in (scale, 0.125)]

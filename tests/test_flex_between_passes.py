@@ -14,14 +14,13 @@ from kit import decoding as kit
 from kit.decoding import Shape
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import flashbwd
 
 SHAPE = Shape(seqlen_q=24, seqlen_k=24)
 Attention = Callable[..., Any]
 FUNCTIONS = pytest.mark.parametrize("attention", [flashbwd.flex_attention, flashbwd.flex_decoding])
-LENGTH = 24
 ASSIGNED = "reads a variable or an attribute that was assigned between the forward and the backward"
 
 
@@ -181,6 +180,19 @@ def test_each_forward_may_make_a_view_of_a_parameter(attention: Attention) -> No
 
 
 @FUNCTIONS
+def test_a_mask_may_keep_another_view_of_a_parameter_than_score_mod(attention: Attention) -> None:
+    rates, scale, given = torch.linspace(1, 2, 24, requires_grad=True), Scale(), inputs()
+    kept = scale.tensor = rates.view(24)
+    mask = kit.block_mask(lambda b, h, q, k: q - k <= kept[q] * 3, SHAPE, block=8)
+    mod = lambda s, b, h, q, k: s * scale.tensor[q]  # noqa: E731
+    (want,) = torch.autograd.grad(attention(*given, mod, mask, enable_gqa=True).sin().sum(), rates)
+    out = attention(*given, mod, mask, enable_gqa=True)
+    scale.tensor = rates.view(24)
+    assert want.any()
+    torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), rates)[0], want)
+
+
+@FUNCTIONS
 @pytest.mark.parametrize("makes", ["in the first call", "cached by a parametrization"])
 def test_a_table_that_score_mod_makes_and_keeps_gets_its_gradient(attention: Attention, makes: str) -> None:
     class Layer(torch.nn.Module):
@@ -236,41 +248,6 @@ def test_a_backward_frees_the_tensors_that_score_mod_captures(attention: Attenti
     assert scales() is not None
     out.cos().sum().backward()
     assert scales() is None
-
-
-@FUNCTIONS
-def test_a_selective_checkpoint_repeats_a_first_call(attention: Attention) -> None:
-    """The first call checks its function and its mask, which a repeated one does not."""
-    bias, (q, k, v) = torch.zeros(24, requires_grad=True), inputs()
-    mask = causal(lambda: 0)
-
-    def layer(x: Tensor) -> Tensor:
-        out = attention(x, k, v, lambda s, b, h, q, k: s + bias[k] * 2, mask, enable_gqa=True)
-        return (x + out * 3).sum(-1)
-
-    def kept(*_: Any) -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList])
-
-    got = checkpoint(layer, q, use_reentrant=False, context_fn=kept).sin().sum()
-    plain = layer(q).sin().sum()
-    torch.testing.assert_close(torch.autograd.grad(got, (q, bias)), torch.autograd.grad(plain, (q, bias)))
-
-
-@FUNCTIONS
-def test_batched_gradients_are_refused(attention: Attention) -> None:
-    q, k, v = inputs()
-    out = attention(q, k, v, enable_gqa=True)
-    with pytest.raises(RuntimeError, match=f"flashbwd: {attention.__name__}_backward has no batching rule"):  # type: ignore[attr-defined]
-        torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)
-
-
-@FUNCTIONS
-def test_a_compiled_function_runs_as_it_was_written(attention: Attention) -> None:
-    bias, given = torch.randn(4, 2 * 24, dtype=torch.float64), inputs()
-    mod = lambda s, b, h, q, k: s + bias[h, q - k + LENGTH - 1]  # noqa: E731
-    want = attention(*given, mod, enable_gqa=True)
-    got = attention(*given, torch.compile(mod, backend="eager"), enable_gqa=True)
-    torch.testing.assert_close(got, want)
 
 
 @FUNCTIONS

@@ -123,7 +123,7 @@ def acting_options(given: Mapping[str, Any], query: Tensor) -> dict[str, Any]:
         elif name == "BACKEND":
             if value not in _BACKENDS:
                 raise ValueError(f"flashbwd: kernel_options['BACKEND'] is {value!r}, expected one of {_BACKENDS}")
-        elif name == "FLOAT32_PRECISION" and query.dtype == torch.float32:
+        elif name == "FLOAT32_PRECISION" and value is not None and query.dtype == torch.float32:
             raise ValueError(
                 f"flashbwd: kernel_options[{key!r}] is {value!r}, expected None for float32 inputs: "
                 "torch.backends.cuda.matmul.fp32_precision chooses the precision of the forward and the backward"

@@ -341,9 +341,11 @@ class _FlexAttention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("flex_attention_backward")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None = None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, _: None = None
+    ) -> tuple[Tensor | None, ...]:
         refuse_batched("flex_attention_backward", (dout, dlse))
-        query, key, value, out, lse, *_ = ctx.saved_tensors
+        query, key, value, out, lse = saved[:5]
         captured = ctx.reads.now(query, ctx.captured)
         dq, dk, dv, found = gradients(ctx.call, query, key, value, out, lse, dout, dlse, captured, ctx.deterministic)
         if is_last_backward():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,14 +21,18 @@ _OF_QUERIES = ("q", "full_q")
 
 def check_sizes(mask: BlockMask) -> None:
     """Check ``BLOCK_SIZE`` and ``seq_lengths``."""
-    for name, sizes, least in (("BLOCK_SIZE", mask.BLOCK_SIZE, 1), ("seq_lengths", mask.seq_lengths, 0)):
-        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(_is_integer(n) and n >= least for n in sizes):
+    kinds = (tuple, list)  # what PyTorch accepts
+    for name, sizes, kind, least in (
+        ("BLOCK_SIZE", mask.BLOCK_SIZE, kinds, 1),
+        ("seq_lengths", mask.seq_lengths, tuple, 0),
+    ):
+        if not isinstance(sizes, kind) or len(sizes) != 2 or not all(_is_integer(n) and n >= least for n in sizes):
             expected = "two positive ints" if least else "two ints of at least 0"
             raise ValueError(f"flashbwd: block_mask.{name} is {sizes!r}, expected a tuple of {expected}")
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, of_queries: bool = True) -> None:
@@ -54,7 +59,7 @@ def check_block_mask(mask: BlockMask, query: Tensor, key: Tensor, of_queries: bo
     lengths = (query.shape[2], key.shape[2])
     if min(mask.BLOCK_SIZE) >= 1 << 30:  # PyTorch's mask that hides nothing; it fits every length
         return
-    if mask.seq_lengths != lengths:
+    if tuple(mask.seq_lengths) != lengths:
         raise ValueError(
             f"flashbwd: block_mask was made for lengths {mask.seq_lengths}, expected query's and key's {lengths}"
         )

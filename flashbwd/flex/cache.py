@@ -70,7 +70,12 @@ def _is_state_of(state: list[_State], tensors: list[Tensor]) -> bool:
 
 def address_of(tensor: Tensor) -> int:
     """Return where the elements of a tensor are, which an assignment to ``tensor.data`` changes without a write."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, Parameter) else 0
+    if type(tensor) not in (Tensor, Parameter):
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a wrapper of torch.func
+        return 0
 
 
 _lists_of_mask = operator.attrgetter(

@@ -73,7 +73,7 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
         if not capturing:  # a capture can't read the lists
             block_mask_checks.check_lists(block_mask, lengths)
 
-    of_mask = (block_mask.BLOCK_SIZE, block_mask.seq_lengths)
+    of_mask = (tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths))
     kept(
         block_mask,
         ("checked", capturing, batch, heads, *lengths, query.device, *of_mask),

@@ -49,7 +49,8 @@ class Reads:
         views: dict[int, Tensor] = {}
         for name, mod, reading in self._read:
             new = reading_of(name, mod, query)
-            views |= {id(tensor): view for tensor, view in zip(reading.tensors, new.tensors, strict=False)}
+            if name == "score_mod":  # a mask gives no gradients
+                views = {id(tensor): view for tensor, view in zip(reading.tensors, new.tensors, strict=False)}
             if not reading.is_same_as(new):
                 raise RuntimeError(
                     f"flashbwd: {name} reads a variable or an attribute that was assigned between the forward and the "

@@ -262,7 +262,7 @@ class _KeysOfOthers(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("context_parallel_flex_attention_backward")
-    def backward(ctx: Any, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: tuple[Tensor, ...], dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
         work = ctx.split._exchange
         grads = torch.cat([dkey, dvalue], dim=-1).transpose(1, 2)  # (B, keys, Hkv, D + Dv)
         of_rows = (grads.shape[0], ctx.rows, *grads.shape[2:])

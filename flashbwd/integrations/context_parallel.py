@@ -127,8 +127,10 @@ class _ContextParallel(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once("context_parallel_attention_backward")
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = saved
         split, options = ctx.split, ctx.options
         if dout is None:
             dout = torch.zeros_like(out)  # the other devices need this one in the exchange

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,6 +23,9 @@ __all__ = ["attention_forward", "block_mask"]
 
 
 # ---- masks ----
+
+
+_setting_the_stance = threading.Lock()
 
 
 @torch.compiler.disable
@@ -42,7 +46,8 @@ def block_mask(**arguments: Any) -> BlockMask:
             arguments[name] = arguments[name].clone()
     if torch.device(arguments.get("device") or "cpu").type == "cuda" and has_triton():
         return _transformers_mask(**arguments)
-    with torch.compiler.set_stance("force_eager"):  # Transformers' function always calls torch.compile
+    # Transformers' function always calls torch.compile. The stance is that of all threads.
+    with _setting_the_stance, torch.compiler.set_stance("force_eager"):
         return _transformers_mask(**arguments)
 
 

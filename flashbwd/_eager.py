@@ -30,7 +30,8 @@ def untraced(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():
+        # Dynamo skips a frame, but not those that it calls, where it can't compile it.
+        if is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
             prepare()
             return disabled[0](*args, **kwargs)
         return function(*args, **kwargs)

@@ -20,6 +20,7 @@ SHAPE = Shape(seqlen_q=24, seqlen_k=24)
 Attention = Callable[..., Any]
 FUNCTIONS = pytest.mark.parametrize("attention", [flashbwd.flex_attention, flashbwd.flex_decoding])
 LENGTH = 24
+SCALES = torch.ones(4)
 
 
 def inputs() -> list[Tensor]:
@@ -82,6 +83,20 @@ def test_operators_are_counted_around_a_compiled_function(attention: Attention) 
     with FlopCounterMode(display=False):
         got = torch.compile(attend, backend="eager")(q)
     torch.testing.assert_close(got, attend(q))
+
+
+@FUNCTIONS
+def test_a_function_is_compiled_again_after_a_dispatch_mode(attention: Attention) -> None:
+    """Dynamo keeps the frames that it skipped under the mode, and would compile those that they call."""
+    torch._dynamo.reset()
+    q, k, v = SHAPE.tensors(torch.float32)
+
+    def attend(x: Tensor) -> Any:
+        return attention(x, k, v, lambda s, b, h, q, k: s * SCALES[h], enable_gqa=True)
+
+    with FlopCounterMode(display=False):
+        torch.compile(attend, backend="eager")(q)
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(q), attend(q))
 
 
 @FUNCTIONS

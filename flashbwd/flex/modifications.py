@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flashbwd import _arguments
+from flashbwd._eager import untraced
 from flashbwd.mods.captures import Captures, Recent
 from flashbwd.mods.reading import Operations, Reading
 from flashbwd.mods.trace import READS
@@ -77,6 +78,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return first, first + elements * tensor.element_size()
 
 
+@untraced
 def captured_of(
     name: str,
     mod: Mod,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from flashbwd._eager import untraced
 from flashbwd.mods.captures import Captures
 from flashbwd.reference.modifications import (
     CapturedTensors,
@@ -96,6 +97,7 @@ class Operations(CapturedTensors):
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+@untraced
 def reading_of(name: str, mod: Mod, query: Tensor) -> Reading:
     """Return what a ``score_mod`` or a ``mask_mod`` reads now.
 

@@ -111,6 +111,7 @@ def test_the_graph_contains_one_operator_and_no_matrix_product() -> None:
     assert [name for name in targets if "getitem" not in name] == ["flashbwd.flex_decoding_in_graph.default"]
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="Dynamo does not trace the name of a method, which modes read")
 def test_a_pytorch_that_cannot_trace_functions_runs_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -85,9 +85,10 @@ def refuse_to_differentiate(name: str, results: Sequence[Tensor], inputs: Sequen
 
 
 def differentiable_once(name: str) -> Callable[[Rule], Rule]:
-    """Decorate the ``backward`` of an autograd Function so that differentiating the gradients of ``name`` raises.
+    """Decorate the ``backward`` of an autograd Function: differentiating the gradients of ``name`` raises.
 
-    The function gets ``ctx``, what it saved, and the gradients: a checkpoint lets a backward read that only once.
+    So do gradients that ``is_grads_batched`` batches, for which PyTorch would need a batching rule. The function gets
+    ``ctx``, what it saved, and the gradients: a checkpoint lets a backward read that only once.
     PyTorch's ``once_differentiable`` raises only where a derivative reaches the gradients by ``backward()``;
     ``torch.autograd.grad`` then leaves their part out.
     """
@@ -95,6 +96,7 @@ def differentiable_once(name: str) -> Callable[[Rule], Rule]:
     def decorate(backward: Rule) -> Rule:
         @functools.wraps(backward)
         def once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            _refuse_batched(name, grads)
             saved = ctx.saved_tensors
             with torch.no_grad():
                 found = backward(ctx, saved, *grads)
@@ -114,8 +116,7 @@ def is_last_backward() -> bool:
     return not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def refuse_batched(name: str, grads: Sequence[Tensor | None]) -> None:
-    """Raise if gradients are batched by ``is_grads_batched``, for a backward that PyTorch can't batch."""
+def _refuse_batched(name: str, grads: Sequence[Tensor | None]) -> None:
     if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         raise RuntimeError(
             f"flashbwd: {name} has no batching rule: is_grads_batched=True is not supported; call torch.autograd.grad "

@@ -17,7 +17,6 @@ from flashbwd._autograd import (
     differentiable_once,
     hidden_from_modes,
     is_last_backward,
-    refuse_batched,
     transforms_are_active,
 )
 from flashbwd.flex import arguments
@@ -147,9 +146,8 @@ def flex_decoding(
 
 
 def _attend(call: DecodingCall, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if torch.compiler.is_compiling():  # the compiler derives the gradients of the traced graph
-        return _forward(call, query, key, value)[:3]
-    if transforms_are_active():  # they differentiate the reference
+    # The compiler derives the gradients of the traced graph, and transforms differentiate the reference.
+    if torch.compiler.is_compiling() or transforms_are_active():
         return _forward(call, query, key, value)[:3]
     wants_gradients, on_reference = torch.is_grad_enabled(), bool(kernel_refusal(query, key, value))
     captured = []
@@ -197,9 +195,9 @@ def _check_functions(call: DecodingCall, query: Tensor, key: Tensor, on_referenc
     mask = call.block_mask
     with hidden_from_modes():
         if call.score_mod is not None:
-            captured = captured_of("score_mod", call.score_mod, True, *of_call).tensors
+            captured = captured_of("score_mod", call.score_mod, *of_call).tensors
         if on_reference and mask is not None:
-            captured_of("mask_mod", mask.mask_mod, False, *of_call)
+            captured_of("mask_mod", mask.mask_mod, *of_call)
             if query.device.type == "cpu":
                 lengths = (query.shape[2], key.shape[2])
                 check = functools.partial(check_lists, mask, lengths, of_queries=False)
@@ -249,7 +247,6 @@ class _FlexDecoding(torch.autograd.Function):
     def backward(
         ctx: Any, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        refuse_batched("flex_decoding_backward", (dout, dlse))
         query, key, value, out, lse = saved[:5]
         captured = ctx.reads.now(query, ctx.captured)
         inputs = (query, key, value, *captured)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -55,8 +54,7 @@ def triangle_attention(
     """
     given = {"q": q, "k": k, "v": v, "bias": bias} | ({} if mask is None else {"mask": mask})
     _check_triangle(given)
-    if scale is not None and not math.isfinite(_arguments.number("scale", scale)):
-        raise ValueError(f"flashbwd: scale is {scale}, expected a finite number")
+    scale = None if scale is None else _arguments.finite("scale", scale)
     bias = bias.to(autocast_dtype(q))
     if q.dim() == 4:
         q, k, v, bias = (x.unsqueeze(0) for x in (q, k, v, bias))

@@ -34,7 +34,7 @@ def captured(mod: Any, values: dict[str, Tensor] | None = None, with_score: bool
     """The ids of the tensors that a call finds."""
     name = "score_mod" if with_score else "mask_mod"
     of_call = (torch.device("cpu"), torch.float32, values or operands())
-    found = modifications.captured_of(name, mod, with_score, *of_call)
+    found = modifications.captured_of(name, mod, *of_call)
     return [id(tensor) for tensor in found.tensors]
 
 

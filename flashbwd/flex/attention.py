@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from torch.nn.attention.flex_attention import flex_attention as _pytorch_flex_attention
 
 from flashbwd import _arguments
-from flashbwd._autograd import differentiable_once, is_last_backward, refuse_batched, transforms_are_active
+from flashbwd._autograd import differentiable_once, is_last_backward, transforms_are_active
 from flashbwd._eager import untraced
 from flashbwd.flex import arguments, backends
 from flashbwd.flex.block_mask_checks import check_query_lists
@@ -344,7 +344,6 @@ class _FlexAttention(torch.autograd.Function):
     def backward(
         ctx: Any, saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None, _: None = None
     ) -> tuple[Tensor | None, ...]:
-        refuse_batched("flex_attention_backward", (dout, dlse))
         query, key, value, out, lse = saved[:5]
         captured = ctx.reads.now(query, ctx.captured)
         dq, dk, dv, found = gradients(ctx.call, query, key, value, out, lse, dout, dlse, captured, ctx.deterministic)

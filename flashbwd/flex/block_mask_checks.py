@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any
@@ -163,7 +164,7 @@ def _disagreements(listed: dict[str, Tensor]) -> list[tuple[Tensor, Callable[[],
                 f"block_mask.full_{side}_indices and block_mask.{side}_indices name the same block, "
                 "expected each block in one of them"
             )
-            found.append(((partial & full).any(), lambda message=message: message))  # type: ignore[misc]
+            found.append(((partial & full).any(), functools.partial(str, message)))
     for kind in ("", "full_"):
         of_keys, of_queries = listed.get(f"{kind}kv"), listed.get(f"{kind}q")
         if of_keys is not None and of_queries is not None:
@@ -171,7 +172,7 @@ def _disagreements(listed: dict[str, Tensor]) -> list[tuple[Tensor, Callable[[],
                 f"block_mask.{kind}q_indices and block_mask.{kind}kv_indices list different blocks, expected in the "
                 "lists of queries what the lists of keys hold, transposed"
             )
-            found.append(((of_keys != of_queries.mT).any(), lambda message=message: message))  # type: ignore[misc]
+            found.append(((of_keys != of_queries.mT).any(), functools.partial(str, message)))
     return found
 
 

@@ -44,10 +44,10 @@ def check_call(
     mask_reads = Reading(None, [])
     with hidden_from_modes():
         if score_mod is not None:
-            captured = captured_of("score_mod", score_mod, True, *of_mods).tensors
+            captured = captured_of("score_mod", score_mod, *of_mods).tensors
         if block_mask is not None:
             _check_block_mask(block_mask, query, key)
-            mask_reads = captured_of("mask_mod", block_mask.mask_mod, False, *of_mods)
+            mask_reads = captured_of("mask_mod", block_mask.mask_mod, *of_mods)
     call = DecodingCall(
         score_mod=score_mod,
         block_mask=block_mask,

@@ -82,7 +82,6 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 def captured_of(
     name: str,
     mod: Mod,
-    with_score: bool,
     device: torch.device,
     dtype: torch.dtype,
     operands: Mapping[str, Tensor] = MappingProxyType({}),
@@ -94,7 +93,7 @@ def captured_of(
     Parameters
     ----------
     name : str
-        "score_mod" or "mask_mod", for error messages.
+        "score_mod" or "mask_mod".
     device : torch.device
         Of the call.
     dtype : torch.dtype
@@ -111,31 +110,28 @@ def captured_of(
         If the function raises.
     """
     captures = Captures(mod)
-    key = None if captures.key is None else (captures.key, with_score, dtype, device)
+    key = None if captures.key is None else (captures.key, name, dtype, device)
     positions = None if key is None else _known.get(key)
     if positions is not None:
         reading = Reading(captures.key, [captures.tensors[position] for position in positions])
     else:
-        reading, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
+        reading, reads_values = _call_on_scalars(name, mod, device, dtype)
         if any(tensor.requires_grad for tensor in reading.tensors):
             # The first call may compute a table and keep it. The next ones, which count, then read the table.
-            reading, reads_values = _call_on_scalars(name, mod, with_score, device, dtype)
+            reading, reads_values = _call_on_scalars(name, mod, device, dtype)
         found = [captures.position(tensor) for tensor in reading.tensors]
         if key is not None and None not in found and not reads_values:  # a value may decide what is read
             _known.put(key, cast(list[int], found))
             reading = Reading(captures.key, reading.tensors)
     if reading.tensors:
-        _check_devices(name, reading.tensors, device)
         _check_operands(name, reading.tensors, operands)
     return reading
 
 
-def _call_on_scalars(
-    name: str, mod: Mod, with_score: bool, device: torch.device, dtype: torch.dtype
-) -> tuple[Reading, bool]:
+def _call_on_scalars(name: str, mod: Mod, device: torch.device, dtype: torch.dtype) -> tuple[Reading, bool]:
     """Return what a modification reads, and whether the host reads a value. Check the result."""
     arguments = {name: torch.zeros((), device=device, dtype=index_dtype(device)) for name in _INDICES}
-    if with_score:
+    if name == "score_mod":
         arguments = {"score": torch.zeros((), device=device, dtype=dtype)} | arguments
     found = Operations(list(arguments.values()))
     watch = _Watch(name, arguments, found)
@@ -150,11 +146,12 @@ def _call_on_scalars(
         raise RuntimeError(f"flashbwd: {name} failed: {error}") from error
     reading = found.reading()
     _check_devices(name, reading.tensors, device)
-    _check_result(name, result, with_score, device)
+    _check_result(name, result, device)
     return reading, watch.reads_values
 
 
-def _check_result(name: str, result: Any, with_score: bool, device: torch.device) -> None:
+def _check_result(name: str, result: Any, device: torch.device) -> None:
+    with_score = name == "score_mod"
     expected = "a floating-point score" if with_score else "a bool"
     if not isinstance(result, Tensor):
         raise ValueError(f"flashbwd: {name} returned {_arguments.came(result)}, expected {expected} of shape ()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from flashbwd._eager import untraced
 from flashbwd.mods.captures import Captures
-from flashbwd.reference.modifications import (
-    CapturedTensors,
-    Mod,
-    accumulator,
-    result_of,
-    run_mod,
-    scalars,
-    without_hooks,
-)
+from flashbwd.reference.modes import GatherByIndex
+from flashbwd.reference.modifications import Mod, accumulator, result_of, run_mod, scalars, without_hooks
 
 __all__ = ["Operations", "Reading", "reading_of"]
 
@@ -47,16 +41,14 @@ class Reading:
         return all(map(_is_same, self.tensors, other.tensors))
 
 
+_form_of = operator.attrgetter("dtype", "shape", "device", "requires_grad")
+
+
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same, or equal views of the same memory."""
     if one is other:
         return True
-    if (one.dtype, one.shape, one.device, one.requires_grad) != (
-        other.dtype,
-        other.shape,
-        other.device,
-        other.requires_grad,
-    ):
+    if _form_of(one) != _form_of(other):
         return False
     try:
         return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
@@ -64,24 +56,35 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-class Operations(CapturedTensors):
-    """Records the operators that a function calls, with their arguments, besides the tensors that it captures."""
+class Operations(GatherByIndex):
+    """Records the operators that a function calls, with their arguments, and the tensors that it captures.
+
+    It captures what it reads, except its arguments and the results of its operators.
+    """
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:
-        super().__init__(arguments)
+        super().__init__()
+        self.captured: dict[int, Tensor] = {}
+        self._made = {id(tensor): tensor for tensor in arguments}  # keeps results alive, so that ids stay unique
         self._numbers = {id(tensor): number for number, tensor in enumerate(arguments)}
         self._record: list[Hashable] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and id(leaf) not in self._made:
+                self.captured[id(leaf)] = leaf
         result = super().__torch_function__(func, types, args, kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and id(leaf) not in self.captured:
+                self._made[id(leaf)] = leaf
         self._record.append(func)
         self._record += map(self._described, tree_leaves((args, kwargs, result)))
         return result
 
     def _described(self, value: Any) -> Hashable:
-        if isinstance(value, Tensor):  # the base class keeps all of them, so an id stays unique
+        if isinstance(value, Tensor):  # all of them are kept, so an id stays unique
             return Tensor, self._numbers.setdefault(id(value), len(self._numbers))
         if isinstance(value, slice):
             return slice, *map(self._described, (value.start, value.stop, value.step))

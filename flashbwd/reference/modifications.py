@@ -11,32 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from flashbwd.reference.modes import INDEX_OPERATORS, GatherByIndex, index_dtype
+from flashbwd.reference.modes import INDEX_OPERATORS, index_dtype
 
 Mod = Callable[..., Tensor]
-
-
-class CapturedTensors(GatherByIndex):
-    """Collects the tensors that a function reads, except its arguments and the results of its operators."""
-
-    def __init__(self, arguments: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.captured: dict[int, Tensor] = {}
-        self._made = {id(tensor): tensor for tensor in arguments}  # keeps results alive, so that ids stay unique
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._made:
-                self.captured[id(leaf)] = leaf
-        result = super().__torch_function__(func, types, args, kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and id(leaf) not in self.captured:
-                self._made[id(leaf)] = leaf
-        return result
 
 
 class LeavesFor(TorchFunctionMode):

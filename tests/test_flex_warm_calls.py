@@ -30,9 +30,8 @@ def operands(seed: int = 0) -> dict[str, Tensor]:
     return dict(zip(names, SHAPE.tensors(torch.float32, seed=seed), strict=True))
 
 
-def captured(mod: Any, values: dict[str, Tensor] | None = None, with_score: bool = True) -> list[int]:
+def captured(mod: Any, values: dict[str, Tensor] | None = None, name: str = "score_mod") -> list[int]:
     """The ids of the tensors that a call finds."""
-    name = "score_mod" if with_score else "mask_mod"
     of_call = (torch.device("cpu"), torch.float32, values or operands())
     found = modifications.captured_of(name, mod, *of_call)
     return [id(tensor) for tensor in found.tensors]
@@ -88,7 +87,7 @@ def test_a_mask_mod_and_a_score_mod_are_known_apart(runs: list[None]) -> None:
     def mod(*arguments: Tensor) -> Tensor:
         return arguments[-1] > arguments[-2]
 
-    captured(mod, with_score=False)
+    captured(mod, name="mask_mod")
     with pytest.raises(ValueError, match="score_mod returned bool"):
         captured(mod)
 
